@@ -1,0 +1,51 @@
+# make demo    train a small model on two CPU processes and show what came out
+# make test    lint, type check and tests; what CI runs
+# make lint    only the first two
+# make format  let ruff put the sources into shape
+# make clean   remove everything that was made
+#
+# Each target first makes .venv, from PyPI alone. Options of pip may follow the version of torch, for example
+#   make test TORCH="torch==2.11.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+BIN := $(CURDIR)/.venv/bin
+# Made anew for another torch.
+INSTALLED := .venv/installed-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+
+# DeepSpeed compiles what it needs when it first needs it, with ninja from .venv; the results are kept here between runs.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
+export PATH := $(BIN):$(PATH)
+# Nothing is fetched while a model trains or a test runs.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	@$(BIN)/python train/demo.py
+
+test: lint
+	@$(BIN)/python -m pytest tests/unit
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# torch first: DeepSpeed looks at the installed one while it is installed itself.
+$(INSTALLED): setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	rm -f .venv/installed-*
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,103 @@
+"""The command ``ds-sparse-ring``: what is installed here, and what a configuration means."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_sparse_ring.errors import SparseRingError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.table import Table
+
+app = typer.Typer(
+    name="ds-sparse-ring",
+    help="Long-context training with dynamic sparse attention on a striped ring.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def report() -> None:
+    """Show the versions and devices that this machine offers."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ds_sparse_ring import __version__
+    from ds_sparse_ring.versions import installed_versions
+
+    console = Console()
+    versions = Table("library", "installed", "supported", title=f"ds_sparse_ring {__version__}", title_justify="left")
+    versions.add_row("python", platform.python_version(), ">=3.10")
+    for library in installed_versions():
+        versions.add_row(library.name, library.found or "-", library.supported)
+    console.print(versions)
+
+    machine = Table("", "", title="machine", title_justify="left", show_header=False)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine.add_row("GPUs", ", ".join(gpus) or "none: ranks run on the CPU and speak gloo")
+    machine.add_row("CUDA of torch", torch.version.cuda or "none")
+    machine.add_row("NCCL", "yes" if torch.distributed.is_nccl_available() else "no")
+    machine.add_row("CPU cores", str(os.cpu_count()))
+    machine.add_row("extensions are built in", os.environ.get("TORCH_EXTENSIONS_DIR", "torch's default folder"))
+    console.print(machine)
+
+
+@app.command()
+def config(
+    file: Annotated[Path, typer.Argument(help='A DeepSpeed JSON file with a section "sparse_ring".')],
+    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks; shows how they are divided.")] = None,
+) -> None:
+    """Check a DeepSpeed JSON file and show its section "sparse_ring" with all defaults filled in."""
+    from rich.console import Console
+
+    from ds_sparse_ring.config import SparseRingConfig
+
+    try:
+        section = SparseRingConfig.from_deepspeed(file)
+        degree = None if world is None else section.check_degree(world)
+    except SparseRingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    console = Console()
+    console.print(_section_table(section, str(file)))
+    if world is not None and degree is not None:
+        console.print(f"{world} ranks = {world // degree} sequences at once x {degree} ranks that share each")
+
+
+def _section_table(section: BaseModel, title: str) -> Table:
+    from rich.table import Table
+
+    table = Table("key", "value", "meaning", title=f'"sparse_ring" of {title}', title_justify="left")
+    for key, value, meaning in _rows(section, ""):
+        table.add_row(key, value, meaning)
+    return table
+
+
+def _rows(section: BaseModel, prefix: str) -> list[tuple[str, str, str]]:
+    from pydantic import BaseModel
+
+    rows = []
+    for name, field in type(section).model_fields.items():
+        value: Any = getattr(section, name)
+        if isinstance(value, BaseModel):
+            rows += _rows(value, f"{prefix}{name}.")
+            continue
+        default = "" if name in section.model_fields_set else " (default)"
+        meaning = " ".join((field.description or type(section).__doc__ or "").split())
+        rows.append((prefix + name, (value if isinstance(value, str) else json.dumps(value)) + default, meaning))
+    return rows
+
+
+if __name__ == "__main__":
+    app()

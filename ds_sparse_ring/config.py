@@ -1,0 +1,224 @@
+"""The section ``"sparse_ring"`` of a DeepSpeed configuration, read strictly.
+
+The section is read in the same way for ``deepspeed.initialize`` and for the Transformers Trainer. Unknown keys, values
+of a wrong type and combinations that cannot work are errors that name the way out: a value means what the user set, or
+nothing starts. The configuration is immutable and holds nothing that depends on the run; what depends on the number of
+ranks or on the model is checked by `SparseRingConfig.check_degree` and `SparseRingConfig.check_heads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, section_of
+from ds_sparse_ring.ds_json import load_ds_json
+from ds_sparse_ring.errors import SparseRingError
+
+BLOCK_TOKENS = 64
+
+
+class _Strict(BaseModel):
+    """Immutable, no unknown keys, no silent conversion ("2" is not 2, and true is not 1)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class PriceSelector(_Strict):
+    """One price for all heads, layers and segments: columns first, then diagonals on what is left (the default)."""
+
+    kind: Literal["price"] = "price"
+
+    price: float = Field(default=1.5e-4, gt=0, lt=1)
+    """The least mean probability an entry must carry, per query row; above 0, below 1. Lower keeps more."""
+
+
+class TopPSelector(_Strict):
+    """Columns and token diagonals chosen apart, each by top-p of its own mass (MTraining, arXiv 2510.18830)."""
+
+    kind: Literal["top_p"] = "top_p"
+
+    p: float = Field(default=0.9, gt=0, le=1)
+    """Share of the probe's mass that columns, and again diagonals, must reach; above 0, at most 1."""
+
+    min_columns: int = Field(default=0, ge=0)
+    """Columns kept at least, per pattern head and segment; tokens."""
+
+    max_columns: int | None = Field(default=None, ge=0)
+    """Columns kept at most, per pattern head and segment; tokens; null is no bound."""
+
+    min_slashes: int = Field(default=0, ge=0)
+    """Token diagonals kept at least, per pattern head and segment."""
+
+    max_slashes: int | None = Field(default=None, ge=0)
+    """Token diagonals kept at most, per pattern head and segment; null is no bound."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> TopPSelector:
+        for what in ("columns", "slashes"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if high is not None and low > high:
+                raise ValueError(f"min_{what} = {low} is above max_{what} = {high}: lower the one or raise the other")
+        return self
+
+
+class FixedSelector(_Strict):
+    """The same number of columns and token diagonals for every pattern head and segment, those of most mass."""
+
+    kind: Literal["fixed"] = "fixed"
+
+    columns: int = Field(default=1000, ge=0)
+    """Columns per pattern head and segment; tokens."""
+
+    slashes: int = Field(default=6096, ge=0)
+    """Token diagonals per pattern head and segment."""
+
+
+class FullSelector(_Strict):
+    """The full causal index: dense attention, on the same ring."""
+
+    kind: Literal["full"] = "full"
+
+
+Selector = Annotated[PriceSelector | TopPSelector | FixedSelector | FullSelector, Field(discriminator="kind")]
+
+
+class SparseRingConfig(_Strict):
+    """What a user may set, with units and defaults; see the docstring below each field.
+
+    Raises:
+        SparseRingError: for any value that is refused, naming the key, the value and what is allowed.
+    """
+
+    SECTION: ClassVar[str] = "sparse_ring"
+
+    degree: int | None = Field(default=None, ge=1)
+    """Ranks that share one sequence; null is all ranks. Must divide the number of ranks."""
+
+    layout: Literal["striped", "contiguous", "zigzag"] = "striped"
+    """Which rank holds which blocks of 64 tokens: every degree-th block, one run of them, or two mirrored runs."""
+
+    backend: Literal["auto", "torch"] = "auto"
+    """Kernels to use. Left out, the fastest that fits the device is taken; "torch" is the readable reference."""
+
+    selector: Selector = Field(default_factory=PriceSelector)
+    """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""
+
+    segment_tokens: int | None = Field(default=16384, ge=BLOCK_TOKENS)
+    """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining)."""
+
+    probe: Literal["own", "previous"] = "own"
+    """Whose last queries choose for a segment: its own, or those of the segment before (strictly causal)."""
+
+    probe_tokens: int = Field(default=64, ge=1, le=BLOCK_TOKENS)
+    """Last queries of a segment that are probed; tokens, 1 to 64."""
+
+    local_blocks: int = Field(default=2, ge=1)
+    """Block diagonals 0 .. local_blocks - 1 are always active; blocks of 64 tokens, at least 1."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that are always active; tokens."""
+
+    heads_per_pattern: int = Field(default=1, ge=1)
+    """Query heads that share one choice; must divide the number of query heads per KV head."""
+
+    dense_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps at the start of training that use the full index."""
+
+    eval_full_index: bool = False
+    """Evaluate with the full index instead of the selected one."""
+
+    checkpoint: Literal["output", "index"] = "output"
+    """What gradient checkpointing keeps per layer: index and attention output (attended once), or the index."""
+
+    true_recall_rows: int = Field(default=0, ge=0)
+    """Query rows per layer whose recall is measured against dense attention whenever metrics are logged; 0 is off."""
+
+    log_steps: int = Field(default=10, ge=1)
+    """Optimizer steps between two lines of metrics in train/pretrain.py; under Trainer its logging_steps rules."""
+
+    def __init__(self, /, **values: Any) -> None:
+        # Users see one kind of error, whether the values come from a file or from Python.
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SparseRingError(describe_validation_error(error, type(self), self.SECTION)) from None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> SparseRingConfig:
+        if self.segment_tokens is not None and self.segment_tokens % BLOCK_TOKENS:
+            below = self.segment_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+            raise ValueError(
+                f"segment_tokens = {self.segment_tokens} is not a multiple of {BLOCK_TOKENS}: "
+                f"use {below} or {below + BLOCK_TOKENS}"
+            )
+        if self.probe == "previous" and self.segment_tokens is None:
+            raise ValueError(
+                'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
+                'set segment_tokens (e.g. 16384) or probe = "own"'
+            )
+        return self
+
+    @classmethod
+    def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:
+        """Read the section of a DeepSpeed configuration.
+
+        Args:
+            source: path of a JSON file, or the configuration as a mapping (also ``engine.config`` and
+                ``args.hf_deepspeed_config.config``).
+
+        Raises:
+            SparseRingError: if the file cannot be read, the section is missing or anything in it is refused, or if the
+                configuration holds a section that cannot work beside ours.
+        """
+        config = source if isinstance(source, Mapping) else load_ds_json(source)
+        where = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
+        section = section_of(config, cls.SECTION, where)
+        refuse_auto(section, cls.SECTION)
+        return cls(**section)
+
+    def check_degree(self, world_size: int) -> int:
+        """Ranks that share one sequence when the run has ``world_size`` ranks.
+
+        Raises:
+            SparseRingError: if the degree does not divide the number of ranks.
+        """
+        if self.degree is None:
+            return world_size
+        if world_size % self.degree:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise SparseRingError(
+                f"{self.SECTION}.degree = {self.degree} does not divide the {world_size} ranks of this run: "
+                f"use {_one_of(divisors)}, or null for all ranks"
+            )
+        return self.degree
+
+    def check_heads(self, num_q_heads: int, num_kv_heads: int) -> None:
+        """Check ``heads_per_pattern`` against a model.
+
+        A pattern may not cross KV heads: its columns are gathered once, from one KV head.
+
+        Raises:
+            SparseRingError: if the model's query heads do not divide by its KV heads, or a pattern crosses KV heads.
+        """
+        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+            raise SparseRingError(
+                f"the model has {num_q_heads} query heads for {num_kv_heads} KV heads; "
+                "grouped-query attention needs a whole number of query heads per KV head"
+            )
+        group = num_q_heads // num_kv_heads
+        if group % self.heads_per_pattern:
+            divisors = [n for n in range(1, group + 1) if group % n == 0]
+            raise SparseRingError(
+                f"{self.SECTION}.heads_per_pattern = {self.heads_per_pattern} does not divide the {group} query heads "
+                f"that share a KV head in this model ({num_q_heads} query, {num_kv_heads} KV): "
+                f"use {_one_of(divisors)}"
+            )
+
+
+def _one_of(numbers: list[int]) -> str:
+    *first, last = [str(n) for n in numbers]
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,114 @@
+"""Hooks of the test suite: tests on several ranks, and a time budget per folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.budget import TimeBudget
+
+# Before torch and DeepSpeed are imported, here and in the ranks: one thread per rank, nothing from the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TIME_BUDGET_S = {"tests/unit": 900.0}
+"""Seconds that the tests of a folder may take together. If they take longer, make them smaller."""
+
+_WORLD = "_world_size"
+_KEEPER: pytest.StashKey[Any] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deepspeed-tests",
+        metavar="DIR",
+        help="run DistributedTest classes under DeepSpeed's own harness; the tests/ folder of its repository",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import hypothesis
+    import torch
+
+    config.addinivalue_line("markers", "world_size(n): ranks of a method of a DistributedTest; a list is one case each")
+    config.pluginmanager.register(TimeBudget(TIME_BUDGET_S), "time-budget")
+    # The same examples in each run: a test that fails only now and then is of no use in CI.
+    hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("project")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if folder := config.getoption("--deepspeed-tests"):
+        sys.path.insert(0, str(Path(folder).resolve()))
+        import unit.common
+
+        import tests.common
+
+        setattr(tests.common, "DistributedTest", unit.common.DistributedTest)  # noqa: B010 (mypy refuses an assignment)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not _is_ours(metafunc.cls):
+        return
+    from tests.common import world_sizes
+
+    sizes = world_sizes(metafunc.cls, metafunc.function)
+    metafunc.fixturenames.append(_WORLD)
+    metafunc.parametrize(_WORLD, sizes, ids=[f"world{size}" for size in sizes])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Tests of one world size in a row: their ranks are started once, and only those of one size are alive at a time.
+    items.sort(key=_world_size)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly or not any(_world_size(item) for item in session.items):
+        return
+    from tests.common import PoolKeeper
+    from tests.pool import warm_up
+
+    session.config.stash[_KEEPER] = PoolKeeper(Path(session.config.rootpath))
+    warm_up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not getattr(pyfuncitem.cls, "is_dist_test", False):
+        return None
+    if not _is_ours(pyfuncitem.cls):
+        pyfuncitem.cls()(pyfuncitem._request)  # how DeepSpeed's classes are run
+        return True
+    from tests.worker import TestCall
+
+    call = TestCall(
+        module=pyfuncitem.module.__name__,
+        class_name=pyfuncitem.cls.__qualname__,
+        method=pyfuncitem.function.__name__,
+        arguments={name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames},
+    )
+    pyfuncitem.config.stash[_KEEPER].run(pyfuncitem.cls, _world_size(pyfuncitem), call)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    keeper = session.config.stash.get(_KEEPER, None)
+    if keeper is not None:
+        keeper.close()
+
+
+def _is_ours(test_class: type | None) -> bool:
+    """Whether a test class runs on our ranks; False for one derived from DeepSpeed's class (see --deepspeed-tests)."""
+    return getattr(test_class, "is_dist_test", False) and not hasattr(test_class, "_launch_with_file_store")
+
+
+def _world_size(item: pytest.Item) -> int:
+    """Ranks that a test needs; 0 for one that runs in the parent."""
+    callspec = getattr(item, "callspec", None)
+    return int(callspec.params.get(_WORLD, 0)) if callspec is not None else 0

@@ -1,0 +1,252 @@
+"""The section "sparse_ring": what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from ds_sparse_ring.cli import app
+from ds_sparse_ring.config import (
+    FixedSelector,
+    FullSelector,
+    PriceSelector,
+    SparseRingConfig,
+    TopPSelector,
+)
+from ds_sparse_ring.errors import SparseRingError
+
+MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector]
+
+
+def read(section: Any, **others: Any) -> SparseRingConfig:
+    return SparseRingConfig.from_deepspeed({"sparse_ring": section, **others})
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    assert json.loads(read({}).model_dump_json()) == {
+        "degree": None,
+        "layout": "striped",
+        "backend": "auto",
+        "selector": {"kind": "price", "price": 1.5e-4},
+        "segment_tokens": 16384,
+        "probe": "own",
+        "probe_tokens": 64,
+        "local_blocks": 2,
+        "sink_tokens": 4,
+        "heads_per_pattern": 1,
+        "dense_warmup_steps": 0,
+        "eval_full_index": False,
+        "checkpoint": "output",
+        "true_recall_rows": 0,
+        "log_steps": 10,
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        assert name == "kind" or field.description, f"{model.__name__}.{name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"degree": 2, "layout": "zigzag", "backend": "torch", "probe": "previous", "checkpoint": "index"},
+        {"selector": {"kind": "price", "price": 0.5}, "segment_tokens": None},
+        {"selector": {"kind": "top_p", "p": 1}, "segment_tokens": None, "heads_per_pattern": 4},
+        {"selector": {"kind": "top_p", "min_columns": 3, "max_columns": 3, "max_slashes": 0}},
+        {"selector": {"kind": "fixed", "columns": 0, "slashes": 0}, "heads_per_pattern": 2},
+        {"selector": {"kind": "full"}, "eval_full_index": True, "dense_warmup_steps": 100, "sink_tokens": 0},
+        {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
+    ],
+)
+def test_values_mean_what_the_user_set(section: dict[str, Any]) -> None:
+    config = read(section)
+    dumped = config.model_dump()
+    for key, value in section.items():
+        assert dumped[key] == value or value.items() <= dumped[key].items()
+    assert pickle.loads(pickle.dumps(config)) == config == SparseRingConfig(**section)
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    # numbers out of range, with the unit of the field
+    ({"degree": 0}, ["sparse_ring.degree = 0", "greater than or equal to 1", "Ranks that share"]),
+    ({"segment_tokens": 0}, ["sparse_ring.segment_tokens = 0", "greater than or equal to 64"]),
+    ({"segment_tokens": 100}, ["sparse_ring.segment_tokens = 100", "multiple of 64", "use 64 or 128"]),
+    ({"probe_tokens": 65}, ["sparse_ring.probe_tokens = 65", "less than or equal to 64"]),
+    ({"probe_tokens": 0}, ["sparse_ring.probe_tokens = 0", "greater than or equal to 1"]),
+    ({"local_blocks": 0}, ["sparse_ring.local_blocks = 0", "blocks of 64 tokens"]),
+    ({"sink_tokens": -1}, ["sparse_ring.sink_tokens = -1", "greater than or equal to 0"]),
+    ({"heads_per_pattern": 0}, ["sparse_ring.heads_per_pattern = 0"]),
+    ({"dense_warmup_steps": -1}, ["sparse_ring.dense_warmup_steps = -1"]),
+    ({"true_recall_rows": -1}, ["sparse_ring.true_recall_rows = -1"]),
+    ({"log_steps": 0}, ["sparse_ring.log_steps = 0"]),
+    # wrong words
+    ({"layout": "stripe"}, ['sparse_ring.layout = "stripe"', "'striped', 'contiguous' or 'zigzag'"]),
+    ({"backend": "cuda"}, ['sparse_ring.backend = "cuda"', "'auto' or 'torch'"]),
+    ({"probe": "next"}, ['sparse_ring.probe = "next"', "'own' or 'previous'"]),
+    ({"checkpoint": "all"}, ['sparse_ring.checkpoint = "all"', "'output' or 'index'"]),
+    # nothing is converted silently
+    ({"degree": "2"}, ['sparse_ring.degree = "2"', "valid integer"]),
+    ({"degree": True}, ["sparse_ring.degree = true", "valid integer"]),
+    ({"log_steps": 10.0}, ["sparse_ring.log_steps = 10.0", "valid integer"]),
+    ({"eval_full_index": 1}, ["sparse_ring.eval_full_index = 1", "valid boolean"]),
+    ({"layout": None}, ["sparse_ring.layout = null"]),
+    # unknown keys
+    ({"local_block": 2}, ["sparse_ring.local_block is unknown", 'did you mean "local_blocks"?']),
+    ({"zzz": 2}, ["sparse_ring.zzz is unknown", "allowed are", '"degree"', '"log_steps"']),
+    ({"price": 1e-4}, ["sparse_ring.price is unknown", '"selector" of kind "price"']),
+    (
+        {"selector": {"kind": "price", "prise": 1e-4}},
+        ["sparse_ring.selector.prise is unknown", 'did you mean "price"?'],
+    ),
+    ({"selector": {"kind": "full", "degree": 1}}, ["sparse_ring.selector.degree is unknown", "one level up"]),
+    ({"selector": {"kind": "full", "columns": 1}}, ["selector.columns is unknown", '"selector" of kind "fixed"']),
+    # selectors
+    ({"selector": {}}, ["sparse_ring.selector = {}", 'needs a "kind"', '"price", "top_p", "fixed", "full"']),
+    ({"selector": {"kind": "cheap"}}, ['sparse_ring.selector.kind = "cheap"', '"price", "top_p", "fixed", "full"']),
+    ({"selector": "price"}, ['sparse_ring.selector = "price"']),
+    ({"selector": {"kind": "price", "price": 0}}, ["sparse_ring.selector.price = 0", "greater than 0"]),
+    ({"selector": {"kind": "price", "price": 1.0}}, ["sparse_ring.selector.price = 1.0", "less than 1"]),
+    ({"selector": {"kind": "price", "price": float("nan")}}, ["sparse_ring.selector.price = NaN"]),
+    ({"selector": {"kind": "top_p", "p": 90}}, ["sparse_ring.selector.p = 90", "less than or equal to 1"]),
+    ({"selector": {"kind": "fixed", "slashes": -1}}, ["sparse_ring.selector.slashes = -1"]),
+    (
+        {"selector": {"kind": "top_p", "min_columns": 5, "max_columns": 4}},
+        ["sparse_ring.selector.min_columns = 5 is above max_columns = 4", "raise the other"],
+    ),
+    (
+        {"selector": {"kind": "top_p", "min_slashes": 2, "max_slashes": 1}},
+        ["sparse_ring.selector.min_slashes = 2 is above max_slashes = 1"],
+    ),
+    # keys that do not go together
+    (
+        {"probe": "previous", "segment_tokens": None},
+        ['sparse_ring.probe = "previous"', "segment_tokens = null", "set segment_tokens", 'probe = "own"'],
+    ),
+    # Transformers fills every "auto" of the file
+    ({"backend": "auto"}, ['sparse_ring.backend = "auto"', "Transformers", "leave the key out"]),
+    ({"degree": "auto"}, ['sparse_ring.degree = "auto"', "Transformers"]),
+    ({"selector": {"kind": "price", "price": "auto"}}, ['sparse_ring.selector.price = "auto"', "Transformers"]),
+    # several at once
+    ({"degree": 0, "log_stps": 1}, ["2 problems", "sparse_ring.degree = 0", 'did you mean "log_steps"?']),
+]
+
+
+@pytest.mark.parametrize(("section", "parts"), REFUSED, ids=[json.dumps(section) for section, _ in REFUSED])
+def test_a_refusal_names_key_value_and_way_out(section: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(SparseRingError) as refusal:
+        read(section)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert "pydantic" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({}, ['no section "sparse_ring"', '"sparse_ring": {}']),
+        ({"sparse-ring": {}}, ['did you mean it by "sparse-ring"?']),
+        ({"sparse_ring": None}, ["is null, not an object", "{}"]),
+        ({"sparse_ring": [1]}, ["is [1], not an object"]),
+        (
+            {"sparse_ring": {}, "sparse_attention": {"mode": "fixed"}},
+            ['"sparse_attention"', "Take it out", '"sparse_ring"'],
+        ),
+        (
+            {"sparse_ring": {}, "sequence_parallel_size": 4},
+            ['"sequence_parallel_size"', '"sparse_ring": {"degree": 4}'],
+        ),
+    ],
+)
+def test_a_file_without_a_usable_section_is_refused(config: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(SparseRingError) as refusal:
+        SparseRingConfig.from_deepspeed(config)
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+def test_python_and_file_give_the_same_errors(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"sparse_ring": {"local_blocks": 0}}')
+    with pytest.raises(SparseRingError) as from_file:
+        SparseRingConfig.from_deepspeed(path)
+    with pytest.raises(SparseRingError) as from_python:
+        SparseRingConfig(local_blocks=0)
+    assert str(from_file.value) == str(from_python.value)
+
+
+def test_the_backend_may_be_auto_in_python_where_transformers_does_not_see_it() -> None:
+    assert SparseRingConfig(backend="auto").backend == "auto"
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = SparseRingConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.degree = 2  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        config.selector.kind = "full"  # type: ignore[misc, assignment]
+
+
+@pytest.mark.parametrize(("degree", "world_size", "resolved"), [(None, 1, 1), (None, 6, 6), (2, 6, 2), (1, 5, 1), (5, 5, 5)])
+def test_the_degree_divides_the_ranks(degree: int | None, world_size: int, resolved: int) -> None:
+    assert SparseRingConfig(degree=degree).check_degree(world_size) == resolved
+
+
+@pytest.mark.parametrize(
+    ("degree", "world_size", "way_out"),
+    [(4, 6, "use 1, 2, 3 or 6"), (8, 4, "use 1, 2 or 4"), (2, 1, "use 1, or null"), (3, 7, "use 1 or 7, or null")],
+)
+def test_a_degree_that_does_not_divide_is_refused_with_the_divisors(degree: int, world_size: int, way_out: str) -> None:
+    with pytest.raises(SparseRingError, match=f"degree = {degree} does not divide the {world_size} ranks.*{way_out}"):
+        SparseRingConfig(degree=degree).check_degree(world_size)
+
+
+@pytest.mark.parametrize(("per_pattern", "q_heads", "kv_heads"), [(1, 7, 1), (4, 16, 4), (2, 16, 4), (1, 3, 3), (7, 14, 2)])
+def test_patterns_that_stay_within_a_kv_head_are_accepted(per_pattern: int, q_heads: int, kv_heads: int) -> None:
+    SparseRingConfig(heads_per_pattern=per_pattern).check_heads(q_heads, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("per_pattern", "q_heads", "kv_heads", "message"),
+    [
+        (3, 16, 4, "heads_per_pattern = 3 does not divide the 4 query heads.*16 query, 4 KV.*use 1, 2 or 4"),
+        (8, 16, 4, "use 1, 2 or 4"),
+        (2, 4, 4, "use 1$"),
+        (1, 16, 3, "16 query heads for 3 KV heads"),
+        (1, 16, 0, "0 KV heads"),
+    ],
+)
+def test_a_pattern_across_kv_heads_is_refused(per_pattern: int, q_heads: int, kv_heads: int, message: str) -> None:
+    with pytest.raises(SparseRingError, match=message):
+        SparseRingConfig(heads_per_pattern=per_pattern).check_heads(q_heads, kv_heads)
+
+
+def test_the_command_shows_the_section_with_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"sparse_ring": {"degree": 2, "selector": {"kind": "top_p", "p": 0.8}}}')
+    result = CliRunner().invoke(app, ["config", str(path), "--world", "6"])
+    assert result.exit_code == 0, result.output
+    for part in ("selector.p", "0.8", "true_recall_rows", "0 (default)", "6 ranks = 3 sequences at once x 2 ranks"):
+        assert part in result.output
+
+
+def test_the_command_fails_with_the_message(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"sparse_ring": {"degree": 4}}')
+    result = CliRunner().invoke(app, ["config", str(path), "--world", "6"])
+    assert result.exit_code == 1
+    assert "error: sparse_ring.degree = 4 does not divide the 6 ranks" in result.output
+
+
+def test_the_report_names_the_libraries() -> None:
+    result = CliRunner().invoke(app, ["report"])
+    assert result.exit_code == 0, result.output
+    for part in ("torch", "deepspeed", "transformers", "accelerate", ">=0.19.8,<0.20"):
+        assert part in result.output
