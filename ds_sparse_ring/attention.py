@@ -1,0 +1,238 @@
+"""The one autograd function: dynamic vertical-slash attention over a ring.
+
+Forward: choose the index, gather the columns' keys and values, then walk the plan's hops, merging each hop's result in fp32.
+Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
+
+The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
+(through a slot of the store) and to the backward pass. There is no collective outside this function, and none in a replay
+that finds a kept output.
+
+Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns of the index over all segments and patterns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.comm import TAG_DKV, TAG_KV
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, cost, density
+from ds_sparse_ring.kernels import ColumnKV
+from ds_sparse_ring.kernels.contract import accumulator_dtype
+from ds_sparse_ring.plan import ring_plan
+from ds_sparse_ring.select import estimated_recall, select_index, true_recall
+from ds_sparse_ring.store import Slot, current_slot
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the first pass of a checkpointed call leaves for its replay; without ``o`` the replay attends again."""
+
+    index: Index
+    o: Tensor | None = None
+    lse: Tensor | None = None
+    columns: ColumnKV | None = None
+
+
+def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, layer: int, scale: float) -> Tensor:
+    """Causal attention of this rank's queries over the whole sequence, as sparse as the context's selector makes it.
+
+    Collective over the ring: every rank calls it for the same layers in the same order.
+
+    Args:
+        q: ``[1, H, n, D]`` after RoPE; k, v: ``[1, K, n, D]`` with their own number of heads; H must be a multiple of K.
+        layer: number under which density and recall are reported.
+        scale: multiplies q.k before the softmax.
+
+    Returns:
+        ``[1, n, H, D]`` in q's dtype.
+
+    Raises:
+        SparseRingError: shapes that do not belong to the context's sequence; non-finite scores.
+    """
+    context.check_shapes(tuple(q.shape), tuple(k.shape))
+    slot = current_slot()
+    return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot).transpose(0, 1)[None]
+
+
+class _SparseRingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        layer: int,
+        scale: float,
+        slot: Slot[_Kept] | None,
+    ) -> Tensor:
+        kept = slot.take() if slot is not None else None
+        index = kept.index if kept is not None else _select(q, k, context, layer, scale)
+        if kept is not None and kept.o is not None and kept.lse is not None:
+            o, lse, columns = kept.o, kept.lse, kept.columns
+        else:
+            columns = gather_columns(k, v, index, context)
+            o, lse = ring_forward(q, k, v, index, columns, context, scale)
+        if slot is not None and kept is None:
+            everything = context.config.checkpoint == "output"
+            slot.put(_Kept(index, o, lse, columns) if everything else _Kept(index))
+        ctx.context, ctx.index, ctx.scale = context, index, scale
+        # no columns: an empty tensor, so that the number of saved tensors never depends on the data
+        column_kv = torch.stack([columns.k, columns.v]) if columns is not None else q.new_empty(0)
+        ctx.save_for_backward(q, k, v, o, lse, column_kv)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, column_kv = ctx.saved_tensors
+        columns = ColumnKV(column_kv[0], column_kv[1]) if column_kv.numel() else None
+        dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
+    index = select_index(q, k, context, scale=scale)
+    if context.meter.active:
+        _report(q, k, index, context, layer, scale)
+    return index
+
+
+def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer: int, scale: float) -> None:
+    """Tell the meter what the index keeps; the density is weighted by the causal area of each segment."""
+    heads_per_pattern = context.config.heads_per_pattern
+    local = cost(index, context.layout.block_ids(context.rank))
+    local_pairs = float(local.sum()) * heads_per_pattern
+    if isinstance(index, FullIndex):
+        ones = torch.ones(index.patterns, dtype=torch.float64)
+        context.meter.record(layer, ones, ones, local_pairs)
+        return
+    recall = estimated_recall(q, k, index, context, scale=scale).double().cpu()
+    rows = context.config.true_recall_rows
+    measured = true_recall(q, k, index, context, scale=scale, rows=rows) if rows else None
+    context.meter.record(layer, density(index), recall, local_pairs, measured)
+
+
+def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext) -> ColumnKV | None:
+    """Keys and values of the index's columns on every rank, ``[C, D]`` each; None if there are none. Collective.
+
+    Every row has one owner and zeros elsewhere, so the sum over the ring is exact.
+    """
+    if not isinstance(index, VerticalSlash) or index.column_values.numel() == 0:
+        return None
+    row, held, kv_head = _column_places(k, index, context)
+    gathered = k.new_zeros(2, row.numel(), k.shape[2])
+    gathered[0, held] = k[kv_head[held], row[held]]
+    gathered[1, held] = v[kv_head[held], row[held]]
+    gathered = context.axes.ring_sum(gathered)
+    return ColumnKV(gathered[0], gathered[1])
+
+
+def _column_places(k: Tensor, index: VerticalSlash, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
+    """Local row of each column, whether this rank holds it, and its key/value head; ``[C]`` each."""
+    row, held = context.layout.locate(index.column_values, context.rank)
+    heads = index.patterns * index.heads_per_pattern
+    kv_head = index.column_patterns() * index.heads_per_pattern // (heads // k.shape[0])
+    return row, held, kv_head
+
+
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, index: Index, columns: ColumnKV | None, context: SequenceContext, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Walk the ring: attend to the keys and values at hand while the next ones arrive.
+
+    Returns:
+        o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
+    """
+    o = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+    lse = o.new_full(q.shape[:2], float("-inf"))
+    kv = torch.stack([k, v])
+    pending_columns = columns
+    for hop in ring_plan(context.layout, context.rank).hops:
+        arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
+        for q_span, k_span in hop.work:
+            rows, keys = q_span.tokens, k_span.tokens
+            context.kernel.forward(
+                q[:, rows],
+                kv[0][:, keys],
+                kv[1][:, keys],
+                q_span.map,
+                k_span.map,
+                index,
+                scale,
+                o[:, rows],
+                lse[:, rows],
+                # the columns are one local task per query span: done with its own keys
+                pending_columns if hop.source == context.rank and q_span == k_span else None,
+            )
+        kv = arriving.wait()
+    return o.to(q.dtype), lse
+
+
+def ring_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    index: Index,
+    columns: ColumnKV | None,
+    context: SequenceContext,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the ring again: gradients of keys and values travel behind them, summed in ring order, and end at home.
+
+    Returns:
+        dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the accumulator's dtype.
+    """
+    acc = accumulator_dtype(q.dtype)
+    delta = (do.to(acc) * o.to(acc)).sum(-1)
+    dq = torch.zeros(q.shape, dtype=acc, device=q.device)
+    d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
+    kv = torch.stack([k, v])
+    travelling = None
+    for hop in ring_plan(context.layout, context.rank).hops:
+        arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
+        dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
+        for q_span, k_span in hop.work:
+            rows, keys = q_span.tokens, k_span.tokens
+            own = hop.source == context.rank and q_span == k_span
+            context.kernel.backward(
+                q[:, rows],
+                kv[0][:, keys],
+                kv[1][:, keys],
+                do[:, rows],
+                lse[:, rows],
+                delta[:, rows],
+                q_span.map,
+                k_span.map,
+                index,
+                scale,
+                dq[:, rows],
+                dkv[0][:, keys],
+                dkv[1][:, keys],
+                columns if own else None,
+                d_columns if own else None,
+            )
+        if travelling is not None:
+            dkv += travelling.wait()
+        travelling = context.axes.exchange(dkv, hop.dkv, TAG_DKV)
+        kv = arriving.wait()
+    assert travelling is not None
+    dkv = travelling.wait()
+    if isinstance(index, VerticalSlash) and d_columns is not None:
+        _return_columns(dkv, d_columns, k, index, context)
+    return dq, dkv[0], dkv[1]
+
+
+def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: VerticalSlash, context: SequenceContext) -> None:
+    """Sum the columns' gradients over the ring once and add them where their keys and values live."""
+    total = context.axes.ring_sum(torch.stack([d_columns.k, d_columns.v]))
+    row, held, kv_head = _column_places(k, index, context)
+    for part in range(2):
+        dkv[part].index_put_((kv_head[held], row[held]), total[part, held], accumulate=True)

@@ -1,0 +1,191 @@
+"""From a batch to this rank's part of one sequence, and back.
+
+A batch ``[B, S]`` becomes a stream of documents: padding (attention mask, left or right) is dropped, packed documents are told
+by restarts of ``position_ids``, every row starts a document. Documents start on block boundaries and only the end of the
+stream is padded, so any length works on any number of ranks. Labels are shifted once, here, before anything is cut: the last
+token of a document predicts nothing. Positions are those of the whole document, whatever rank holds them.
+
+Shapes: B rows, S tokens per row, n local tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.documents import Segment, blocks_of, document_begins, make_segments
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
+
+IGNORE = -100
+"""Label that is no target, as in PyTorch and Transformers."""
+
+_USED = {"input_ids", "labels", "attention_mask", "position_ids"}
+# say again what position_ids say, for kernels of other libraries
+_REDUNDANT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths", "length"}
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Where a document stands in the original batch: tokens ``[begin, end)`` of ``row``."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """How a batch was laid out: integers only, so that it pickles and travels with the batch.
+
+    Attributes:
+        shape: ``(B, S)`` of the original batch. documents: its documents in stream order.
+        layout, rank: whose part the batch holds. segments: the selector's query groups.
+        digest: checksum of the whole batch's tokens; ranks of a ring that drew different batches differ in it.
+    """
+
+    shape: tuple[int, int]
+    documents: tuple[DocumentRows, ...]
+    layout: Layout
+    rank: int
+    segments: tuple[Segment, ...]
+    digest: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the original batch without its padding."""
+        return sum(d.end - d.begin for d in self.documents)
+
+    def stream_positions(self) -> tuple[Tensor, Tensor]:
+        """Flat index ``row * S + column`` of each original token, and its token id in the aligned stream; int64 ``[tokens]``."""
+        width = self.shape[1]
+        begins = document_begins([d.end - d.begin for d in self.documents])
+        source = [torch.arange(d.row * width + d.begin, d.row * width + d.end) for d in self.documents]
+        target = [b * BLOCK + torch.arange(d.end - d.begin) for b, d in zip(begins, self.documents, strict=True)]
+        return torch.cat(source), torch.cat(target)
+
+    def restore(self, stream: Tensor) -> Tensor:
+        """``[B, S, ...]`` from a tensor over the aligned stream ``[blocks * BLOCK, ...]``; zeros where the batch was padded."""
+        source, target = self.stream_positions()
+        out = stream.new_zeros(self.shape[0] * self.shape[1], *stream.shape[1:])
+        out[source.to(stream.device)] = stream[target.to(stream.device)]
+        return out.unflatten(0, self.shape)
+
+
+def shard_batch(
+    batch: Mapping[str, Any], *, kind: LayoutKind, ranks: int, rank: int, segment_tokens: int | None
+) -> dict[str, Any]:
+    """This rank's part of a batch that all ranks of the ring hold in full.
+
+    Args:
+        batch: ``input_ids`` int ``[B, S]``; optional ``labels`` ``[B, S]`` (unshifted, -100 is no target), ``attention_mask``
+            ``[B, S]`` (0 is padding, at one or both ends of a row), ``position_ids`` ``[B, S]`` (counting up within a document).
+        kind, ranks, rank: the layout. segment_tokens: see `SparseRingConfig`.
+
+    Returns:
+        ``input_ids``, ``position_ids`` ``[1, n]``, ``sparse_ring`` (a `Sequence`) and, if there were labels, ``labels`` and
+        ``shift_labels`` ``[1, n]``, both already shifted.
+
+    Raises:
+        SparseRingError: unknown entries, shapes that differ, holes in the mask, an empty batch.
+    """
+    input_ids = _checked(batch)
+    documents = _documents(batch, input_ids)
+    lengths = [d.end - d.begin for d in documents]
+    layout = Layout.for_blocks(kind, ranks, sum(blocks_of(length) for length in lengths))
+    sequence = Sequence(
+        shape=(input_ids.shape[0], input_ids.shape[1]),
+        documents=documents,
+        layout=layout,
+        rank=rank,
+        segments=make_segments(lengths, layout.blocks, segment_tokens),
+        digest=zlib.crc32(input_ids.cpu().numpy().tobytes()),
+    )
+    local = {"input_ids": _place(input_ids, sequence, 0), "position_ids": _positions(batch, sequence)}
+    if batch.get("labels") is not None:
+        labels = _place(_shifted(batch["labels"], documents), sequence, IGNORE)
+        local |= {"labels": labels, "shift_labels": labels.clone()}
+    return {**local, "sparse_ring": sequence}
+
+
+def _checked(batch: Mapping[str, Any]) -> Tensor:
+    given = {key for key, value in batch.items() if value is not None}
+    if "sparse_ring" in given or "shift_labels" in given:
+        raise SparseRingError(
+            "batch: it is sharded or shifted already ('sparse_ring' or 'shift_labels' is in it): give each batch to "
+            "SparseRing.sequence_batch or to its collator once, with unshifted 'labels'"
+        )
+    if "input_ids" not in given:
+        raise SparseRingError(f"batch: 'input_ids' is missing; found {sorted(given)}")
+    unknown = given - _USED - _REDUNDANT
+    if unknown:
+        raise SparseRingError(
+            f"batch: cannot shard {sorted(unknown)}; the entries understood are {sorted(_USED)}. Drop the others in the collator "
+            "(a tokenizer's token_type_ids: return_token_type_ids=False)"
+        )
+    input_ids = batch["input_ids"]
+    for key in _USED & given:
+        if batch[key].shape != input_ids.shape or input_ids.dim() != 2:
+            raise SparseRingError(
+                f"batch: '{key}' has shape {tuple(batch[key].shape)}, 'input_ids' {tuple(input_ids.shape)}; "
+                "all must be [batch, sequence]"
+            )
+    return input_ids
+
+
+def _documents(batch: Mapping[str, Any], input_ids: Tensor) -> tuple[DocumentRows, ...]:
+    attention_mask, position_ids = batch.get("attention_mask"), batch.get("position_ids")
+    documents: list[DocumentRows] = []
+    for row in range(input_ids.shape[0]):
+        begin, end = _valid_range(attention_mask[row], row) if attention_mask is not None else (0, input_ids.shape[1])
+        bounds = [begin, end]
+        if position_ids is not None and end > begin:
+            jumps = (position_ids[row, begin:end].diff() != 1).nonzero().flatten() + 1 + begin
+            bounds = [begin, *jumps.tolist(), end]
+        documents += [DocumentRows(row, a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    if not documents:
+        raise SparseRingError("batch: it has no token that the attention mask keeps")
+    return tuple(documents)
+
+
+def _valid_range(mask_row: Tensor, row: int) -> tuple[int, int]:
+    kept = mask_row.nonzero().flatten()
+    if kept.numel() == 0:
+        return 0, 0
+    begin, end = int(kept[0]), int(kept[-1]) + 1
+    if end - begin != kept.numel() or not ((mask_row == 0) | (mask_row == 1)).all():
+        raise SparseRingError(
+            f"batch: attention_mask of row {row} has holes or values other than 0 and 1; only padding at the ends of a row is "
+            "supported. For packed documents restart position_ids at each document instead"
+        )
+    return begin, end
+
+
+def _shifted(labels: Tensor, documents: tuple[DocumentRows, ...]) -> Tensor:
+    """Labels moved one token to the left inside each document; the last token of a document has no target."""
+    out = torch.full_like(labels, IGNORE)
+    for d in documents:
+        out[d.row, d.begin : d.end - 1] = labels[d.row, d.begin + 1 : d.end]
+    return out
+
+
+def _positions(batch: Mapping[str, Any], sequence: Sequence) -> Tensor:
+    position_ids = batch.get("position_ids")
+    if position_ids is None:
+        position_ids = torch.zeros_like(batch["input_ids"])
+        for d in sequence.documents:
+            position_ids[d.row, d.begin : d.end] = torch.arange(d.end - d.begin, device=position_ids.device)
+    return _place(position_ids, sequence, 0)
+
+
+def _place(x: Tensor, sequence: Sequence, fill: int) -> Tensor:
+    """``[B, S]`` -> this rank's ``[1, n]``, ``fill`` where the aligned stream has padding."""
+    source, target = sequence.stream_positions()
+    stream = x.new_full((sequence.layout.blocks * BLOCK,), fill)
+    stream[target.to(x.device)] = x.flatten()[source.to(x.device)]
+    return sequence.layout.shard(stream, sequence.rank)[None]

@@ -1,0 +1,51 @@
+"""What attention needs to know about the sequence it works on: one object, passed down as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.config import Selector, SparseRingConfig
+from ds_sparse_ring.documents import Segment
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.kernels import Kernel
+from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.meter import Meter
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """A sequence bound to the running job.
+
+    Attributes:
+        layout, segments: where the sequence's blocks are and how its queries are grouped.
+        selector: what chooses the index for this micro-batch (the configured one, or the full index during warm-up).
+        meter: where layers report density, recall and work.
+    """
+
+    layout: Layout
+    segments: tuple[Segment, ...]
+    axes: Axes
+    config: SparseRingConfig
+    selector: Selector
+    kernel: Kernel
+    meter: Meter
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the ring."""
+        return self.axes.ring_rank
+
+    def check_shapes(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+        """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).
+
+        Args:
+            q_shape, k_shape: ``(1, H, n, D)`` and ``(1, K, n, D)``.
+        """
+        tokens = self.layout.local_tokens
+        if q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
+            raise SparseRingError(
+                f"attention: queries {q_shape} and keys {k_shape} do not fit this sequence, whose shard is [1, heads, {tokens}, "
+                "head size]: pass the batch that SparseRing.sequence_batch made, unchanged and without a KV cache"
+            )
+        self.config.check_heads(q_shape[1], k_shape[1])

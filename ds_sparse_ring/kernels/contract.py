@@ -1,0 +1,106 @@
+"""The kernel contract, and the merge of partial results that every backend shares.
+
+A kernel call covers one span of query blocks and one span of key blocks (affine maps to global blocks) and everything that the
+*global* index says about them. Results are merged into accumulators, so the order of calls does not matter and one kernel
+serves a single device, a ring hop, a chunk from host memory.
+
+Shapes: H query heads, K key/value heads (H a multiple of K), n query rows, m key rows (multiples of BLOCK), C columns of the
+index over all segments and patterns, D head size. q, k, v: any floating dtype; accumulators: float32, or float64 for float64
+inputs. ``lse_nat`` is the natural logarithm of the sum of exponentials of the scaled scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.index import Index
+from ds_sparse_ring.layout import BlockMap
+
+
+@dataclass(frozen=True)
+class ColumnKV:
+    """Keys and values of the index's columns, gathered into contiguous rows in the order of ``index.column_values``.
+
+    ``k``, ``v``: ``[C, D]`` in the input's dtype. Row c belongs to the key/value head of its column's pattern.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+class Kernel(Protocol):
+    """A backend. Both methods write into their accumulators and return nothing."""
+
+    name: str
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        o_acc: Tensor,
+        lse_acc: Tensor,
+        columns: ColumnKV | None = None,
+    ) -> None:
+        """Merge the attention of q over the span's active keys (and over ``columns``, if given) into the accumulators.
+
+        Args:
+            q: ``[H, n, D]``; k, v: ``[K, m, D]``.
+            q_map, k_map: global block = stride * local + start.
+            scale: multiplies q.k before the softmax.
+            o_acc: ``[H, n, D]`` normalised output so far; lse_acc: ``[H, n]`` its lse_nat.
+            columns: given in exactly one call per query span. Rows without an active key keep o = 0, lse = -inf.
+        """
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        columns: ColumnKV | None = None,
+        d_columns: ColumnKV | None = None,
+    ) -> None:
+        """Add the gradients of the same work to ``dq`` ``[H, n, D]``, ``dk``, ``dv`` ``[K, m, D]`` and ``d_columns``.
+
+        Args:
+            do: ``[H, n, D]``; lse: ``[H, n]`` lse_nat of the whole row (all calls merged);
+            delta: ``[H, n]`` row sums of do * o. All in the accumulator's dtype, as are the outputs.
+        """
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(o_acc: Tensor, lse_acc: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Merge a normalised partial result into the accumulators, in place.
+
+    Two rows without a key (lse = -inf) merge into such a row: the weights are taken against a finite maximum, so that
+    -inf - -inf never occurs, and large gaps underflow to 0 instead of overflowing.
+    """
+    largest = torch.maximum(lse_acc, lse)
+    finite = torch.where(torch.isinf(largest), torch.zeros_like(largest), largest)
+    weight_acc, weight = (lse_acc - finite).exp(), (lse - finite).exp()
+    total = weight_acc + weight
+    divisor = torch.where(total > 0, total, torch.ones_like(total))
+    o_acc.mul_((weight_acc / divisor)[..., None]).add_(o * (weight / divisor)[..., None])
+    lse_acc.copy_(torch.where(total > 0, finite + divisor.log(), torch.full_like(total, float("-inf"))))

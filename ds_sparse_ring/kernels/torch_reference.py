@@ -1,0 +1,195 @@
+"""The reference backend: vertical-slash attention in plain PyTorch, to learn the method from and to test the others against.
+
+For each segment and pattern the span's query blocks are taken in tiles. A tile's work is a list of *slices* of at most
+``TILE_ELEMENTS`` scores: either the key blocks on its diagonals (gathered, one list per query block, because a diagonal meets
+another key block in each) or the columns (the same compact keys for all). Forward merges each slice by its log-sum-exp;
+backward recomputes its probabilities from the final one. Only active blocks are computed, in the accumulator's dtype.
+
+Shapes: b query blocks of a tile, G heads of a pattern, T = BLOCK rows of a block, X keys of a slice, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.index import Index, columns_counted
+from ds_sparse_ring.kernels.contract import ColumnKV, accumulator_dtype, merge
+from ds_sparse_ring.layout import BLOCK, BlockMap
+
+TILE_ELEMENTS = 1 << 21
+"""Most scores (b * G * T * X) that one slice holds at once: bounds the memory of the reference."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Query blocks ``rows`` (local) of the ``heads`` of one pattern, whose keys are in key/value head ``kv_head``."""
+
+    heads: slice
+    kv_head: int
+    segment: int
+    pattern: int
+    rows: range
+
+    def take(self, x: Tensor) -> Tensor:
+        """``[H, n, ...]`` -> ``[G, b * T, ...]``, a view."""
+        return x[self.heads, self.rows.start * BLOCK : self.rows.stop * BLOCK]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Keys of a tile. ``blocks`` ``[b, L]`` are local key blocks per query block, or None for columns ``column_slice``.
+
+    ``visible`` broadcasts to ``[b, 1, T, X]``.
+    """
+
+    blocks: Tensor | None
+    column_slice: slice
+    visible: Tensor
+
+    def gather(self, x: Tensor, column_x: Tensor | None, kv_head: int) -> Tensor:
+        """The slice's rows of keys or values: ``[b, 1, X, D]``, or ``[1, 1, X, D]`` for columns."""
+        if self.blocks is None:
+            assert column_x is not None
+            return column_x[self.column_slice][None, None]
+        per_block = x[kv_head].unflatten(0, (-1, BLOCK))[self.blocks]  # [b, L, T, D]
+        return per_block.flatten(1, 2).unsqueeze(1)
+
+    def scatter_add(self, out: Tensor, column_out: Tensor | None, kv_head: int, grad: Tensor) -> None:
+        """Add ``grad`` ``[b, G, X, D]``, summed over heads, to where :meth:`gather` read."""
+        if self.blocks is None:
+            assert column_out is not None
+            column_out[self.column_slice] += grad.sum((0, 1))
+            return
+        per_block = grad.sum(1).unflatten(1, (-1, BLOCK)).flatten(0, 1)
+        out[kv_head].unflatten(0, (-1, BLOCK)).index_add_(0, self.blocks.flatten(), per_block)
+
+
+class TorchKernel:
+    """The kernel contract in plain PyTorch: float32 and float64 exactly, half precisions computed in float32."""
+
+    name = "torch"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        o_acc: Tensor,
+        lse_acc: Tensor,
+        columns: ColumnKV | None = None,
+    ) -> None:
+        """See `Kernel.forward`."""
+        acc = accumulator_dtype(q.dtype)
+        for tile in _tiles(q, k, q_map, index):
+            for keys in _slices(tile, q_map, k_map, k.shape[1] // BLOCK, index, columns is not None):
+                scores = _scores(tile, keys, q, k, columns, scale, acc)  # [b, G, T, X]
+                largest = scores.amax(-1, keepdim=True)
+                largest = torch.where(torch.isinf(largest), torch.zeros_like(largest), largest)
+                weights = (scores - largest).exp()
+                total = weights.sum(-1, keepdim=True)
+                values = keys.gather(v, columns.v if columns else None, tile.kv_head).to(acc)
+                o = (weights @ values) / torch.where(total > 0, total, torch.ones_like(total))
+                lse = (largest + total.log()).squeeze(-1)
+                merge(tile.take(o_acc), tile.take(lse_acc), _as_rows(o), _as_rows(lse))
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        columns: ColumnKV | None = None,
+        d_columns: ColumnKV | None = None,
+    ) -> None:
+        """See `Kernel.backward`."""
+        acc = accumulator_dtype(q.dtype)
+        for tile in _tiles(q, k, q_map, index):
+            rows_lse = _as_blocks(tile.take(lse))[..., None]
+            rows_lse = torch.where(torch.isinf(rows_lse), torch.zeros_like(rows_lse), rows_lse)
+            rows_do, rows_delta = _as_blocks(tile.take(do)).to(acc), _as_blocks(tile.take(delta))[..., None]
+            rows_q = _as_blocks(tile.take(q)).to(acc)
+            for keys in _slices(tile, q_map, k_map, k.shape[1] // BLOCK, index, columns is not None):
+                # a row without any key has only -inf scores here, so its probabilities are exactly 0
+                probabilities = (_scores(tile, keys, q, k, columns, scale, acc) - rows_lse).exp()
+                values = keys.gather(v, columns.v if columns else None, tile.kv_head).to(acc)
+                d_scores = probabilities * (rows_do @ values.mT - rows_delta) * scale
+                rows_k = keys.gather(k, columns.k if columns else None, tile.kv_head).to(acc)
+                tile.take(dq).add_(_as_rows(d_scores @ rows_k))
+                keys.scatter_add(dk, d_columns.k if d_columns else None, tile.kv_head, d_scores.mT @ rows_q)
+                keys.scatter_add(dv, d_columns.v if d_columns else None, tile.kv_head, probabilities.mT @ rows_do)
+
+
+def _tiles(q: Tensor, k: Tensor, q_map: BlockMap, index: Index) -> Iterator[_Tile]:
+    """Cut a query span into tiles: one segment, one pattern, so few blocks that a dense tile fits into TILE_ELEMENTS."""
+    group = index.heads_per_pattern
+    queries_per_kv = q.shape[0] // k.shape[0]
+    blocks = q.shape[1] // BLOCK
+    step = 8
+    for s, segment in enumerate(index.segments):
+        rows = q_map.local_range(segment.begin, segment.end, blocks)
+        for p in range(index.patterns):
+            for begin in range(rows.start, rows.stop, step):
+                heads = slice(p * group, (p + 1) * group)
+                yield _Tile(heads, heads.start // queries_per_kv, s, p, range(begin, min(begin + step, rows.stop)))
+
+
+def _slices(tile: _Tile, q_map: BlockMap, k_map: BlockMap, k_blocks: int, index: Index, with_columns: bool) -> Iterator[_Slice]:
+    """The active keys of a tile in slices of at most TILE_ELEMENTS scores (at least one diagonal or column each)."""
+    q_blocks = q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop))
+    diagonals = index.diagonals(tile.segment, tile.pattern)
+    per_key = len(tile.rows) * index.heads_per_pattern * BLOCK
+
+    target = q_blocks[:, None] - diagonals[None, :]  # [b, L]: the key block on each diagonal
+    local, present = k_map.to_local(target, k_blocks)
+    present &= target >= index.segments[tile.segment].document_begin
+    met = present.any(0)  # only every R-th diagonal meets a pair of ranks of a striped ring
+    local, present, offsets = local[:, met], present[:, met], diagonals[met]
+    triangle = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
+    step = max(1, TILE_ELEMENTS // (per_key * BLOCK))
+    for begin in range(0, offsets.numel(), step):
+        part = slice(begin, begin + step)
+        visible = present[:, None, part, None] & ((offsets[part] > 0)[None, :, None] | triangle[:, None, :])
+        yield _Slice(local[:, part], slice(0, 0), visible.flatten(2)[:, None])  # [b, 1, T, L * T]
+
+    if not with_columns:
+        return
+    columns, at = index.columns(tile.segment, tile.pattern), index.column_slice(tile.segment, tile.pattern).start
+    step = max(1, TILE_ELEMENTS // per_key)
+    for begin in range(0, columns.numel(), step):
+        counted = columns_counted(q_blocks, columns[begin : begin + step], diagonals)
+        if counted.any():
+            yield _Slice(None, slice(at + begin, at + begin + counted.shape[1]), counted[:, None, None, :])
+
+
+def _scores(tile: _Tile, keys: _Slice, q: Tensor, k: Tensor, columns: ColumnKV | None, scale: float, acc: torch.dtype) -> Tensor:
+    """Scaled scores ``[b, G, T, X]``, -inf where the index has no entry."""
+    rows_k = keys.gather(k, columns.k if columns else None, tile.kv_head).to(acc)
+    scores = (_as_blocks(tile.take(q)).to(acc) * scale) @ rows_k.mT
+    return scores.masked_fill_(~keys.visible, float("-inf"))
+
+
+def _as_blocks(x: Tensor) -> Tensor:
+    """``[G, b * T, ...]`` -> ``[b, G, T, ...]``."""
+    return x.unflatten(1, (-1, BLOCK)).transpose(0, 1)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """``[b, G, T, ...]`` -> ``[G, b * T, ...]``."""
+    return x.transpose(0, 1).flatten(1, 2)

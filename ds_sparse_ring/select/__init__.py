@@ -1,0 +1,76 @@
+"""Selectors: they make an index from queries and keys, the same one on every rank of a ring, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.config import FixedSelector, FullSelector, PriceSelector, TopPSelector
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
+from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.select.mass import select_by_mass
+from ds_sparse_ring.select.price import select_by_price
+from ds_sparse_ring.select.recall import estimated_recall, true_recall
+
+__all__ = ["estimated_recall", "select_index", "true_recall"]
+
+
+@torch.no_grad()
+def select_index(q: Tensor, k: Tensor, context: SequenceContext, *, scale: float) -> Index:
+    """Choose which keys the queries of a layer read. Collective over the ring.
+
+    Args:
+        q: this rank's queries after RoPE, ``[H, n, D]``; k: its keys, ``[K, n, D]``.
+        scale: multiplies q.k before the softmax.
+
+    Returns:
+        The full index or a `VerticalSlash` over all segments, equal on all ranks of the ring.
+
+    Raises:
+        SparseRingError: the probed scores are not finite.
+    """
+    group = context.config.heads_per_pattern
+    patterns = q.shape[0] // group
+    selector = context.selector
+    if isinstance(selector, FullSelector):
+        return FullIndex(context.segments, patterns, group)
+    if isinstance(selector, PriceSelector):
+        chosen = select_by_price(q, k, context, scale, selector.price)
+    elif isinstance(selector, TopPSelector | FixedSelector):
+        chosen = select_by_mass(q, k, context, scale, selector)
+    else:
+        raise SparseRingError(f"selector {selector!r} is not implemented")
+    diagonals = torch.cat([chosen.diagonals, _forced_diagonals(context, patterns).to(q.device)])
+    columns = torch.cat([chosen.columns, _forced_columns(context, patterns).to(q.device)])
+    return VerticalSlash.from_keys(context.segments, patterns, group, diagonals, columns)
+
+
+def _forced_diagonals(context: SequenceContext, patterns: int) -> Tensor:
+    """(row, offset) pairs: the local blocks of every segment, and all offsets of a segment without a probe."""
+    pairs = []
+    for s, segment in enumerate(context.segments):
+        count = segment.end - segment.document_begin
+        dense = context.config.probe == "previous" and segment.opens_document
+        if not dense or segment.is_padding:
+            count = min(count, context.config.local_blocks) if not segment.is_padding else 1
+        pairs.append(_all_patterns(s, patterns, torch.arange(count)))
+    return torch.cat(pairs)
+
+
+def _forced_columns(context: SequenceContext, patterns: int) -> Tensor:
+    """(row, token) pairs: the first tokens of every document, for the segments whose local blocks do not hold them."""
+    pairs = [torch.empty(0, 2, dtype=torch.int64)]
+    for s, segment in enumerate(context.segments):
+        if segment.is_padding or (context.config.probe == "previous" and segment.opens_document):
+            continue
+        first = segment.document_begin * BLOCK
+        sinks = torch.arange(first, min(first + context.config.sink_tokens, segment.valid_end))
+        pairs.append(_all_patterns(s, patterns, sinks))
+    return torch.cat(pairs)
+
+
+def _all_patterns(segment: int, patterns: int, values: Tensor) -> Tensor:
+    rows = segment * patterns + torch.arange(patterns)
+    return torch.cartesian_prod(rows, values) if values.numel() else torch.empty(0, 2, dtype=torch.int64)

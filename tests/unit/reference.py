@@ -1,0 +1,75 @@
+"""Plain references that the tests compare with: loops over tokens, dense matrices, nothing shared with the code under test."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.batch import Sequence
+from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.index import Index, VerticalSlash, mask
+from ds_sparse_ring.runtime import SparseRing
+
+
+def dense_mask(index: Index, heads: int, tokens: int) -> Tensor:
+    """``[heads, tokens, tokens]`` from the index's definition."""
+    every = torch.arange(tokens)
+    return torch.stack([mask(index, head, every, every) for head in range(heads)])
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Dense attention ``[H, n, D]`` under an element-wise mask; rows without a key give 0."""
+    group = q.shape[0] // k.shape[0]
+    scores = (q @ k.repeat_interleave(group, 0).mT) * scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    probabilities = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), torch.zeros_like(scores))
+    return probabilities @ v.repeat_interleave(group, 0)
+
+
+def random_index(
+    sequence: Sequence, patterns: int, heads_per_pattern: int, *, columns: int, diagonals: int, seed: int = 0
+) -> VerticalSlash:
+    """Diagonal 0 plus random diagonals and columns, with very different numbers per (segment, pattern)."""
+    generator = torch.Generator().manual_seed(seed)
+    diagonal_pairs, column_pairs = [], [torch.empty(0, 2, dtype=torch.int64)]
+    for s, segment in enumerate(sequence.segments):
+        for p in range(patterns):
+            row = s * patterns + p
+            reach = segment.end - segment.document_begin
+            some = torch.randint(0, reach, (p * diagonals // max(1, patterns - 1),), generator=generator)
+            values = torch.cat([torch.zeros(1, dtype=torch.int64), some])
+            diagonal_pairs.append(torch.stack([torch.full_like(values, row), values], 1))
+            if not segment.is_padding:
+                low, high = segment.document_begin * 64, segment.valid_end
+                values = torch.randint(low, high, ((patterns - 1 - p) * columns,), generator=generator)
+                column_pairs.append(torch.stack([torch.full_like(values, row), values], 1))
+    return VerticalSlash.from_keys(
+        sequence.segments, patterns, heads_per_pattern, torch.cat(diagonal_pairs), torch.cat(column_pairs)
+    )
+
+
+def packed_batch(lengths: list[int], *, vocabulary: int = 97, seed: int = 0) -> dict[str, Tensor]:
+    """One row of documents told apart by their positions."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions}
+
+
+def bound(lengths: list[int], **config: object) -> tuple[SparseRing, Sequence, SequenceContext]:
+    """A ring of this process group, and a sequence of documents of ``lengths`` bound to it."""
+    ring = SparseRing(SparseRingConfig(**config))
+    sequence = ring.sequence_batch(packed_batch(lengths))["sparse_ring"]
+    return ring, sequence, ring.bind(sequence)
+
+
+def global_qkv(
+    sequence: Sequence, heads: int, kv_heads: int, head_size: int, *, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries ``[heads, N, head_size]``, keys and values over the whole aligned stream; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sequence.layout.blocks * 64
+    shapes = [(heads, tokens, head_size), (kv_heads, tokens, head_size), (kv_heads, tokens, head_size)]
+    q, k, v = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return q, k, v

@@ -1,0 +1,94 @@
+"""Binding a batch to a ring: what does not belong together is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.config import FullSelector, SparseRingConfig
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.store import Slot
+
+from .reference import bound, packed_batch
+
+
+def test_a_batch_of_another_layout_or_rank_is_refused() -> None:
+    ring, sequence, _ = bound([300])
+    for wrong in (
+        dataclasses.replace(sequence, layout=Layout("contiguous", 1, sequence.layout.blocks)),
+        dataclasses.replace(sequence, layout=Layout("striped", 2, 3)),
+        dataclasses.replace(sequence, rank=1),
+    ):
+        with pytest.raises(SparseRingError, match="sharded as"):
+            ring.bind(wrong)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "message"),
+    [
+        ((2, 4, 320, 8), (2, 2, 320, 8), "do not fit this sequence"),
+        ((1, 4, 256, 8), (1, 2, 256, 8), "do not fit this sequence"),
+        ((1, 4, 320, 8), (1, 2, 640, 8), "KV cache"),
+    ],
+)
+def test_tensors_that_are_not_of_the_sequence_are_refused(q_shape, k_shape, message: str) -> None:
+    _, _, context = bound([300])
+    with pytest.raises(SparseRingError, match=message):
+        sparse_ring_attention(torch.zeros(q_shape), torch.zeros(k_shape), torch.zeros(k_shape), context, layer=0, scale=1.0)
+
+
+def test_heads_per_pattern_that_does_not_fit_the_model_is_refused() -> None:
+    _, _, context = bound([64], heads_per_pattern=3)
+    q, k = torch.zeros(1, 8, 64, 8), torch.zeros(1, 2, 64, 8)
+    with pytest.raises(SparseRingError, match="heads_per_pattern"):
+        sparse_ring_attention(q, k, k, context, layer=0, scale=1.0)
+
+
+def test_a_degree_without_a_process_group_is_refused() -> None:
+    with pytest.raises(SparseRingError, match="not initialised"):
+        SparseRing(SparseRingConfig(degree=2))
+
+
+def test_warm_up_and_evaluation_choose_the_selector() -> None:
+    ring = SparseRing(SparseRingConfig(dense_warmup_steps=2, eval_full_index=True))
+    sequence = ring.sequence_batch(packed_batch([100]))["sparse_ring"]
+    kinds = []
+    for step, evaluating in ((0, False), (1, False), (2, False), (2, True)):
+        ring.step, ring.evaluating = step, evaluating
+        kinds.append(isinstance(ring.bind(sequence).selector, FullSelector))
+    assert kinds == [True, True, False, True]
+
+
+def test_two_rings_of_one_process_do_not_share_anything() -> None:
+    first, second = bound([100], segment_tokens=64), bound([300], backend="torch")
+    assert first[0].meter is not second[0].meter
+    assert len(first[1].segments) == 2 and len(second[1].segments) == 1
+
+
+def test_a_replay_that_attends_more_often_than_the_first_pass_is_refused() -> None:
+    slot: Slot[int] = Slot()
+    slot.put(1)
+    assert slot.take() is None, "the first pass takes nothing"
+    slot.rewind()
+    assert slot.take() == 1
+    with pytest.raises(SparseRingError, match="more often"):
+        slot.take()
+
+
+def test_a_collator_pickles_and_shards_what_the_inner_one_made() -> None:
+    import pickle
+
+    ring = SparseRing(SparseRingConfig())
+    collate = pickle.loads(pickle.dumps(ring.collator(_inner)))
+    batch = collate([torch.arange(5), torch.arange(5)])
+    assert batch["input_ids"].shape == (1, 128)
+    assert int(ring.count_targets([batch, batch])) == 2 * 2 * 4
+
+
+def _inner(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.stack(rows), "labels": torch.stack(rows)}

@@ -1,0 +1,194 @@
+"""Attention over a ring equals dense masked attention on one process: outputs, gradients, the index, what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_sparse_ring import attention
+from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.batch import Sequence
+from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import FullIndex, VerticalSlash
+from ds_sparse_ring.select import select_index
+from tests.common import DistributedTest
+
+from .reference import bound, dense_mask, global_qkv, masked_attention
+
+SELECTORS = [
+    {"kind": "price", "price": 2e-3},
+    {"kind": "top_p", "p": 0.2},
+    {"kind": "fixed", "columns": 20, "slashes": 3},
+    {"kind": "full"},
+]
+
+
+def _shard(x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    return sequence.layout.shard(x, sequence.rank, 1)[None]
+
+
+def _attend(q, k, v, do, sequence: Sequence, context: SequenceContext, scale: float):
+    """Output and gradients of this rank's shard, each ``[heads, n, D]``."""
+    q, k, v = (_shard(x, sequence).requires_grad_() for x in (q, k, v))
+    o = sparse_ring_attention(q, k, v, context, layer=0, scale=scale).transpose(1, 2)
+    return [o.detach()[0], *(grad[0] for grad in torch.autograd.grad(o, (q, k, v), _shard(do, sequence)))]
+
+
+def _check_against_dense(lengths: list[int], heads: int, kv_heads: int, **config: Any) -> None:
+    _, sequence, context = bound(lengths, **config)
+    q, k, v = global_qkv(sequence, heads, kv_heads, 16)
+    do, scale = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)), 0.25
+    index = select_index(_shard(q, sequence)[0], _shard(k, sequence)[0], context, scale=scale)
+    got = _attend(q, k, v, do, sequence, context, scale)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = masked_attention(q, k, v, dense_mask(index, heads, q.shape[1]), scale)
+    for mine, whole in zip(got, [o.detach(), *torch.autograd.grad(o, (q, k, v), do)], strict=True):
+        torch.testing.assert_close(mine, _shard(whole, sequence)[0], rtol=1e-10, atol=1e-11)
+
+
+class TestRingParity(DistributedTest):
+    world_size = [1, 2, 3, 4, 5]
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    def test_output_and_gradients_equal_dense_masked_attention(self) -> None:
+        for layout in ("striped", "contiguous", "zigzag"):
+            for selector in SELECTORS:
+                _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
+
+    def test_documents_shared_patterns_and_a_strictly_causal_probe(self) -> None:
+        for probe in ("own", "previous"):
+            _check_against_dense([130, 1, 333, 64], 8, 1, probe=probe, segment_tokens=128, heads_per_pattern=4)
+
+    def test_sequences_shorter_than_the_ring(self) -> None:
+        for lengths in ([1], [63], [65], [7, 7]):
+            _check_against_dense(lengths, 2, 1)
+
+    def test_every_rank_holds_the_same_index_bit_for_bit(self) -> None:
+        for selector in SELECTORS[:3]:
+            _, sequence, context = bound([900], segment_tokens=256, selector=selector)
+            q, k, _ = global_qkv(sequence, 4, 2, 16, dtype=torch.float32)
+            index = select_index(_shard(q, sequence)[0], _shard(k, sequence)[0], context, scale=0.25)
+            assert isinstance(index, VerticalSlash)
+            for name in ("diagonal_ptr", "diagonal_values", "column_ptr", "column_values"):
+                mine = getattr(index, name)
+                sizes = context.axes.ring_gather(torch.tensor([mine.numel()]))
+                assert all(torch.equal(size, sizes[0]) for size in sizes)
+                assert all(torch.equal(other, mine) for other in context.axes.ring_gather(mine))
+
+    def test_bfloat16_partial_results_stay_in_float32(self) -> None:
+        """The error must not grow with the ring: it stays within twice that of PyTorch on one process."""
+        _, sequence, context = bound([1200], selector={"kind": "full"})
+        q, k, v = global_qkv(sequence, 4, 2, 32, dtype=torch.bfloat16)
+        do, scale = global_qkv(sequence, 4, 2, 32, dtype=torch.bfloat16, seed=1)[0], 32**-0.5
+        got = _attend(q, k, v, do, sequence, context, scale)
+        results = []
+        for dtype in (torch.float64, torch.bfloat16):
+            qd, kd, vd = (x.to(dtype).requires_grad_() for x in (q, k, v))
+            o = masked_attention(qd, kd, vd, dense_mask(FullIndex(sequence.segments, 4), 4, q.shape[1]), scale)
+            results.append([o.detach(), *torch.autograd.grad(o, (qd, kd, vd), do.to(dtype))])
+        for mine, exact, single in zip(got, *results, strict=True):
+            assert mine.dtype == torch.bfloat16
+            exact, single = _shard(exact, sequence)[0], _shard(single, sequence)[0]
+            assert (mine.double() - exact).abs().max() <= 2 * (single.double() - exact).abs().max()
+
+
+class TestRing(DistributedTest):
+    world_size = 3
+
+    def test_keys_and_values_are_sent_with_their_own_number_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sent: list[int] = []
+        exchange = Axes.exchange
+
+        def counting(self, x, transfer, tag):
+            sent.append(x.numel() * x.element_size() if transfer else 0)
+            return exchange(self, x, transfer, tag)
+
+        monkeypatch.setattr(Axes, "exchange", counting)
+        _, sequence, context = bound([700], selector={"kind": "full"})
+        q, k, v = global_qkv(sequence, 8, 1, 16, dtype=torch.float32)
+        _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
+        shard_bytes = 2 * 1 * sequence.layout.local_tokens * 16 * 4  # keys and values, one head, float32
+        # forward: 2 of 3 hops; backward: keys and values again, and their float32 gradients in all 3 hops
+        assert sum(sent) == (2 + 2 + 3) * shard_bytes
+
+    def test_two_rings_beside_each_other_do_not_meet(self) -> None:
+        first, second = bound([300], selector={"kind": "full"}), bound([500], degree=1)
+        assert (first[0].axes.ring_size, second[0].axes.ring_size) == (3, 1)
+        assert (second[0].axes.data_size, second[0].axes.data_rank) == (3, dist.get_rank())
+
+    def test_imbalance_and_density_are_reduced_over_ranks(self) -> None:
+        ring, sequence, context = bound([64 * 9], layout="contiguous", selector={"kind": "full"})
+        q, k, v = global_qkv(sequence, 2, 1, 16)
+        _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
+        report = ring.meter.pop()
+        areas = torch.tensor([sum(4096 * b + 2080 for b in range(3 * r, 3 * r + 3)) for r in range(3)]).double()
+        assert report["imbalance"] == pytest.approx(float(areas.max() / areas.mean()))
+        assert report["density"] == 1.0 and report["recall"] == 1.0
+        assert ring.meter.pop() == {}
+
+    def test_a_degree_that_does_not_divide_the_world_is_refused(self) -> None:
+        with pytest.raises(SparseRingError, match=r"degree.* 2 .*divide"):
+            bound([10], degree=2)
+
+
+class TestCheckpointing(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("keep", ["output", "index"])
+    def test_replay_gives_the_same_bits_and_selects_once(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = {"select_index": 0, "ring_forward": 0}
+        for name in calls:
+            original = getattr(attention, name)
+
+            def counting(*args, _name=name, _original=original, **kwargs):
+                calls[_name] += 1
+                return _original(*args, **kwargs)
+
+            monkeypatch.setattr(attention, name, counting)
+        from torch.utils.checkpoint import checkpoint
+
+        from ds_sparse_ring.store import checkpoint_context_fn
+
+        _, sequence, context = bound([700], segment_tokens=256, checkpoint=keep, selector={"kind": "price", "price": 1e-3})
+        q, k, v = global_qkv(sequence, 4, 2, 16, dtype=torch.float32)
+        k = torch.ones_like(k)  # constant keys: every selection is a tie
+        results = []
+        for checkpointed in (False, True):
+            calls.update(select_index=0, ring_forward=0)
+            parts = [_shard(x, sequence).requires_grad_() for x in (q, k, v)]
+
+            def layer(q, k, v):
+                for number in range(2):  # two attention calls in one checkpointed function
+                    q = q + sparse_ring_attention(q, k, v, context, layer=number, scale=0.25).transpose(1, 2)
+                return q
+
+            if checkpointed:
+                out = checkpoint(layer, *parts, use_reentrant=False, context_fn=checkpoint_context_fn)
+            else:
+                out = layer(*parts)
+            out.square().sum().backward()
+            results.append([out.detach(), *(x.grad for x in parts)])
+            assert calls["select_index"] == 2
+            assert calls["ring_forward"] == (4 if checkpointed and keep == "index" else 2)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def test_backward_twice_replays_twice(self) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        from ds_sparse_ring.store import checkpoint_context_fn
+
+        _, sequence, context = bound([200])
+        parts = [_shard(x, sequence).requires_grad_() for x in global_qkv(sequence, 2, 1, 16)]
+
+        def layer(q, k, v):
+            return sparse_ring_attention(q, k, v, context, layer=0, scale=0.25)
+
+        out = checkpoint(layer, *parts, use_reentrant=False, context_fn=checkpoint_context_fn).square().sum()
+        first = torch.autograd.grad(out, parts, retain_graph=True)
+        second = torch.autograd.grad(out, parts)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
