@@ -28,7 +28,5 @@ def path(name: str) -> Path:
         SparseRingError: if there is none of this name; the message lists them.
     """
     if name not in names():
-        raise SparseRingError(
-            f'there is no configuration "{name}": use one of {", ".join(names())}, or the path of a file'
-        )
+        raise SparseRingError(f'there is no configuration "{name}": use one of {", ".join(names())}, or the path of a file')
     return _FOLDER / f"{name}.json"

@@ -4,7 +4,8 @@
 
 * `SparseRing`: the runtime that shards batches and runs attention over the ring;
 * `SparseRingConfig`: the section ``"sparse_ring"`` of a DeepSpeed configuration;
-* `SparseRingTrainer`: the Transformers Trainer with the two above built in.
+* `attach`: makes a Transformers model attend on a ring;
+* `SparseRingTrainer`: the Transformers Trainer with all of this built in.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from ds_sparse_ring.versions import check_versions
 if TYPE_CHECKING:
     from ds_sparse_ring.config import SparseRingConfig
     from ds_sparse_ring.integrations.trainer import SparseRingTrainer
+    from ds_sparse_ring.integrations.transformers import attach
     from ds_sparse_ring.runtime import SparseRing
 
 __version__ = "0.1.0"
 
-__all__ = ["SparseRing", "SparseRingConfig", "SparseRingTrainer"]
+__all__ = ["SparseRing", "SparseRingConfig", "SparseRingTrainer", "attach"]
 
 _HOMES = {
     "SparseRing": "ds_sparse_ring.runtime",
     "SparseRingConfig": "ds_sparse_ring.config",
     "SparseRingTrainer": "ds_sparse_ring.integrations.trainer",
+    "attach": "ds_sparse_ring.integrations.transformers",
 }
 
 check_versions()

@@ -72,6 +72,16 @@ class Axes:
             data_group = group if rank % ring == offset else data_group
         return cls(world, rank, ring, ring_group, data_group)
 
+    def world_totals(self, values: list[float]) -> list[float]:
+        """Sums of host numbers over all ranks."""
+        if self.world_size == 1:
+            return values
+        nccl = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        totals = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(totals)
+        return totals.tolist()
+
     def world_sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.world_size > 1:

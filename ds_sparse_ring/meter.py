@@ -92,12 +92,13 @@ class Meter:
         }
 
     def _mean(self, values: list[float]) -> float:
-        total = self._axes.world_sum(torch.tensor([sum(values), float(len(values))], dtype=torch.float64))
-        return float(total[0] / total[1])
+        total, count = self._axes.world_totals([sum(values), float(len(values))])
+        return total / count
 
     def _imbalance(self, work: float) -> float:
-        per_rank = torch.zeros(self._axes.world_size, dtype=torch.float64)
+        per_rank = [0.0] * self._axes.world_size
         per_rank[self._axes.rank] = work
-        rings = self._axes.world_sum(per_rank).view(self._axes.data_size, self._axes.ring_size)
-        mean = rings.mean(1)
-        return float((rings.amax(1) / torch.where(mean > 0, mean, torch.ones_like(mean))).max())
+        ring = self._axes.ring_size
+        totals = self._axes.world_totals(per_rank)
+        rings = [totals[first : first + ring] for first in range(0, len(totals), ring)]
+        return max(max(r) * ring / sum(r) if sum(r) > 0 else 1.0 for r in rings)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_sparse_ring.batch import IGNORE, Sequence, shard_batch
 from ds_sparse_ring.comm import Axes
@@ -56,19 +56,6 @@ class SparseRing:
     def meter(self) -> Meter:
         """Attention metrics of the current phase: training and evaluation are counted apart."""
         return self._meters[self.evaluating]
-
-    def attach(self, model: nn.Module) -> Any:
-        """Make a Transformers causal language model attend through this ring.
-
-        Returns:
-            A handle whose ``detach()`` undoes it.
-
-        Raises:
-            SparseRingError: an architecture, layer type or attention option that the kernels do not implement.
-        """
-        from ds_sparse_ring.integrations.transformers import attach  # integrations import this module
-
-        return attach(model, self)
 
     def sequence_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that all ranks of its ring hold in full; see `ds_sparse_ring.batch.shard_batch`."""

@@ -13,6 +13,8 @@ serve all its tests (see tests/pool.py). A failing rank fails the test with that
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.pool import Pool, RanksFailed, RanksSkipped, best_device
-from tests.worker import TestCall
+from tests.worker import DEEPSPEED_TESTS, TestCall
 
 
 class DistributedTest:
@@ -85,6 +87,11 @@ class PoolKeeper:
             pytest.skip(skipped)
         if failed is not None:
             pytest.fail(failed, pytrace=False)
+
+
+if DEEPSPEED_TESTS in os.environ:
+    sys.path.insert(0, os.environ[DEEPSPEED_TESTS])
+    from unit.common import DistributedTest  # type: ignore[no-redef]  # noqa: F811
 
 
 def world_sizes(test_class: Any, function: Any) -> list[int]:

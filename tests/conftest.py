@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.budget import TimeBudget
+from tests.worker import DEEPSPEED_TESTS
 
 # Before torch and DeepSpeed are imported, here and in the ranks: one thread per rank, nothing from the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,12 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if folder := config.getoption("--deepspeed-tests"):
-        sys.path.insert(0, str(Path(folder).resolve()))
-        import unit.common
-
-        import tests.common
-
-        setattr(tests.common, "DistributedTest", unit.common.DistributedTest)  # noqa: B010 (mypy refuses an assignment)
+        # Through the environment, because the ranks that DeepSpeed's harness starts import tests.common afresh.
+        os.environ[DEEPSPEED_TESTS] = str(Path(folder).resolve())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

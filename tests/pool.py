@@ -21,6 +21,7 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """After the first rank has failed the others may hang in a collective; they get this long to answer themselves."""
 LOG_TAIL_LINES = 40
+STACK_LINES = 200
 
 # Imported once by the server that ranks are forked from. Not with CUDA, whose driver does not survive a fork.
 _PRELOADED = ["pytest", "torch", "deepspeed", "transformers"]
@@ -41,13 +42,17 @@ class _Rank:
     log_path: Path
     outcome: Outcome | None = None
     log_start: int = 0
+    stacks_start: int | None = None
 
-    def log_tail(self) -> str:
-        with contextlib.suppress(OSError):
-            with open(self.log_path, "rb") as log:
-                log.seek(self.log_start)
-                return "\n".join(log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        return ""
+    def output(self) -> str:
+        """The last lines that the rank printed in this test, and the stacks of its threads if it was asked for them."""
+        if not self.log_path.exists():
+            return ""
+        log = self.log_path.read_bytes()
+        printed = _lines(log[self.log_start : self.stacks_start])[-LOG_TAIL_LINES:]
+        # The innermost frame comes first, so stacks are cut at the other end.
+        stacks = [] if self.stacks_start is None else _lines(log[self.stacks_start :])[:STACK_LINES]
+        return "\n".join(printed + stacks)
 
 
 @dataclass
@@ -150,7 +155,8 @@ class Pool:
     def _dump_stacks(self, ranks: list[_Rank]) -> None:
         """Have ranks write the Python stacks of their threads to their logs, to show where they hang."""
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                rank.stacks_start = rank.log_path.stat().st_size
                 os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
 
@@ -165,8 +171,8 @@ class Pool:
                 parts.append(f"{name} {outcome.kind}: {outcome.text}")
             else:
                 continue
-            if tail := rank.log_tail():
-                parts.append(f"--- last output of {name} ---\n{tail}")
+            if output := rank.output():
+                parts.append(f"--- last output of {name} ---\n{output}")
         return "\n".join(parts)
 
 
@@ -199,6 +205,10 @@ def best_device(world_size: int) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
+
+
+def _lines(log: bytes) -> list[str]:
+    return log.decode(errors="replace").splitlines()
 
 
 def _free_port() -> int:

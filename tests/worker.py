@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+DEEPSPEED_TESTS = "DEEPSPEED_TESTS"
+"""Environment variable with the tests/ folder of DeepSpeed's repository, if its harness is to run the tests."""
+
 GROUP_TIMEOUT_S = 600
 SEED = 1234
 

@@ -171,10 +171,11 @@ class TestFiles(DistributedTest):
         shape = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
         tokens = torch.arange(8) % 32
         data = [{"input_ids": tokens, "labels": tokens}] * 16
-        trainer = Trainer(model=LlamaForCausalLM(shape), args=arguments, train_dataset=data)  # type: ignore[arg-type]
+        trainer = Trainer(model=LlamaForCausalLM(shape), args=arguments, train_dataset=data)
         trainer.train()
         assert arguments.world_size == dist.get_world_size() == 2
-        config = trainer.model_wrapped.config  # of the DeepSpeed engine, every "auto" filled
+        engine: Any = trainer.model_wrapped
+        config = engine.config  # every "auto" is filled by now
         assert config["train_batch_size"] == 4
         assert '"auto"' not in json.dumps(config)
         assert config["optimizer"]["params"]["lr"] == arguments.learning_rate

@@ -1,0 +1,188 @@
+"""DeepSpeed with a sparse ring: what an engine must be like, the scale of the loss, and the set-up that a run prints.
+
+DeepSpeed sees plain data parallelism over all ranks. Every ZeRO stage then averages gradients over the world, so a
+rank's loss is ``world size * sum of its token losses / count of targets over all ranks and accumulation steps`` and
+the average is the gradient of one process. With DeepSpeed's own sequence parallelism this would not hold: its stages
+divide by different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.transformers import attach
+from ds_sparse_ring.runtime import SparseRing
+
+
+def initialize(
+    model: nn.Module, config: str | Path | Mapping[str, Any], *, ring: SparseRing | None = None, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` for a model that attends on a ring, with the checks before and after it.
+
+    Args:
+        config: DeepSpeed's configuration, without ``"auto"`` (see `ds_sparse_ring.ds_json.resolve_auto`).
+        ring: made from the section ``"sparse_ring"`` of ``config`` if left out.
+        kwargs: passed on; ``model_parameters``, ``optimizer``, ``lr_scheduler`` and so on.
+
+    Returns:
+        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        SparseRingError: a model or configuration that is refused.
+    """
+    if kwargs.get("mpu") is not None:
+        raise SparseRingError(_NO_MPU)
+    ring = SparseRing.from_deepspeed(config) if ring is None else ring
+    attach(model, ring)
+    result = deepspeed.initialize(model=model, config=config, **kwargs)
+    check_engine(result[0], ring)
+    return result
+
+
+_NO_MPU = (
+    "an mpu (or sequence_parallel_size > 1) gives DeepSpeed a sequence axis of its own, and gradients would be scaled "
+    "wrongly: "
+    'leave mpu out and set "sparse_ring": {"degree": N}, the ranks of a ring count as data parallel'
+)
+
+
+def check_engine(engine: Any, ring: SparseRing) -> None:
+    """Refuse an engine whose gradients would not be those of one process.
+
+    Raises:
+        SparseRingError: naming what was found and the way out.
+    """
+    if engine.mpu is not None or engine.sequence_parallel_size > 1:
+        raise SparseRingError(_NO_MPU)
+    if engine.dp_world_size != ring.axes.world_size:
+        raise SparseRingError(
+            f"DeepSpeed averages gradients over {engine.dp_world_size} ranks, the ring was made for "
+            f"{ring.axes.world_size}: "
+            "use no tensor or pipeline parallelism, and create the ring after deepspeed.init_distributed()"
+        )
+    if engine.zero_optimization_stage() == 3:
+        whole = [name for name, parameter in engine.module.named_parameters() if not hasattr(parameter, "ds_id")]
+        if whole:
+            raise SparseRingError(
+                f"ZeRO-3 does not partition {whole[0]} and {len(whole) - 1} more: they were added to the model after "
+                "deepspeed.initialize; finish the model first"
+            )
+
+
+def loss_scale(ring: SparseRing, targets: Tensor) -> Tensor:
+    """Factor from the sum of a rank's token losses to the loss it calls backward on.
+
+    Args:
+        targets: valid targets of all ranks and accumulation steps (`SparseRing.count_targets`).
+
+    Returns:
+        float32 scalar; finite if there is no target at all. DeepSpeed must not divide by the accumulation steps again:
+        ``engine.backward(loss, scale_wrt_gas=False)``.
+    """
+    return ring.axes.world_size / targets.clamp(min=1).to(torch.float32)
+
+
+def full_state_dict(engine: Any) -> dict[str, Tensor]:
+    """All parameters and persistent buffers on the host of rank 0; empty on other ranks. Collective over the world.
+
+    ZeRO-3 gathers one parameter at a time, so that no device needs room for the whole model.
+    """
+    module: nn.Module = engine.module
+    main = deepspeed.comm.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in seen:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                seen[id(parameter)] = parameter.detach().cpu().clone() if main else parameter.new_empty(0)
+        state[name] = seen[id(parameter)]
+    for name, value in module.state_dict().items():
+        if name not in state:
+            state[name] = value.detach().cpu().clone()
+    return state if main else {}
+
+
+def save_pretrained(engine: Any, folder: str | Path, tokenizer: Any = None) -> None:
+    """Save the model as Transformers does, from any ZeRO stage; plain ``from_pretrained`` loads it. Collective.
+
+    Args:
+        tokenizer: saved beside the model.
+    """
+    state = full_state_dict(engine)
+    if deepspeed.comm.get_rank() == 0:
+        engine.module.save_pretrained(folder, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    deepspeed.comm.barrier()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run will do, for people to check before it costs anything."""
+
+    ring: SparseRing
+    zero_stage: int
+    micro_batch: int
+    accumulation: int
+    dtype: str
+    gradient_checkpointing: bool
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text of each line."""
+        config, axes = self.ring.config, self.ring.axes
+        one = axes.ring_size == 1
+        ring_ranks = "a sequence per rank" if one else f"{axes.ring_size} consecutive ranks share a sequence"
+        sequences = self.micro_batch * self.accumulation * axes.data_size
+        segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
+        kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"
+        full_index = f"full index for the first {config.dense_warmup_steps} steps" if config.dense_warmup_steps else ""
+        return [
+            ("ranks", f"{axes.world_size} = data axis {axes.data_size} x ring axis {axes.ring_size}; {ring_ranks}"),
+            ("layout", f"{config.layout}, blocks of 64 tokens"),
+            ("selector", ", ".join(filter(None, (describe_selector(config.selector), full_index)))),
+            ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
+            (
+                "always active",
+                f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document",
+            ),
+            ("attention backend", type(self.ring.kernel).__module__.rpartition(".")[2] + f", {self.dtype}"),
+            ("ZeRO stage", str(self.zero_stage)),
+            ("gradient checkpointing", kept if self.gradient_checkpointing else "off"),
+            (
+                "sequences per step",
+                f"{sequences} = micro batch {self.micro_batch} x accumulation {self.accumulation} x data axis "
+                f"{axes.data_size} (a sequence is a row of the data loader)",
+            ),
+            (
+                "DeepSpeed's train_batch_size",
+                f"{self.micro_batch * self.accumulation * axes.world_size}"
+                + ("" if one else f": it counts every rank, so each sequence {axes.ring_size} times"),
+            ),
+        ]
+
+
+def describe_selector(selector: Any) -> str:
+    """A selector and its budgets in one line."""
+    values = selector.model_dump()
+    kind = values.pop("kind")
+    return " ".join([kind, *(f"{key}={value}" for key, value in values.items() if value is not None)])
+
+
+def print_setup(setup: Setup) -> None:
+    """Print the set-up as a table on rank 0."""
+    if setup.ring.axes.rank != 0:
+        return
+    table = Table(show_header=False, title="sparse ring", title_justify="left")
+    for label, text in setup.rows():
+        table.add_row(label, text)
+    Console(width=None if Console().is_terminal else 120).print(table)

@@ -1,0 +1,343 @@
+"""The Transformers Trainer on a sparse ring.
+
+Use `SparseRingTrainer` in place of ``Trainer``, or put `SparseRingMixin` in front of a subclass of it:
+
+    trainer = SparseRingTrainer(model, TrainingArguments(deepspeed="zero3.json", ...), train_dataset=...)
+
+Everything else follows from the section ``"sparse_ring"`` of the DeepSpeed file. Trainer and DeepSpeed see plain data
+parallelism over all ranks; the sequence axis lives in the data and in attention:
+
+* the collator takes this rank's part of each batch, and the loaders follow the data axis, so that the ranks of a ring
+  draw the same rows (`ds_sparse_ring.integrations.trainer_data`);
+* a loss is the sum over this rank's targets by the count over all ranks and accumulation steps, times the number of
+  ranks, as Trainer does by itself. The mean of gradients that every ZeRO stage takes is then that of one process;
+* evaluation is sharded as training is. Its loss is the mean over all targets of the dataset, whatever the batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset as ArrowDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ds_sparse_ring.batch import IGNORE, Sequence
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
+from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.trainer_data import (
+    PRESENT_ROWS,
+    BatchCollator,
+    CompleteRows,
+    CompleteStream,
+    Stream,
+    check_same_batch,
+    follow_data_axis,
+    gather_rows,
+    present_rows,
+)
+from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach
+from ds_sparse_ring.runtime import SparseRing
+
+# Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class SparseRingMixin(_Base):
+    """Put in front of ``Trainer`` or a subclass of it; see the module's docstring.
+
+    Attributes:
+        ring: the `SparseRing`. attention_metrics: what the last log line was made of, per layer too.
+    """
+
+    data_collator: Any
+    gather_function: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        ring: SparseRing | None = None,
+        **kw: Any,
+    ) -> None:
+        """As ``Trainer``.
+
+        Args:
+            ring: made from the section ``"sparse_ring"`` of ``args.deepspeed`` if left out.
+
+        Raises:
+            SparseRingError: arguments under which training would not equal that of one process.
+        """
+        if args is None:
+            raise SparseRingError('SparseRingTrainer needs args=TrainingArguments(deepspeed=...) with a section "sparse_ring"')
+        self.ring = _make_ring(args) if ring is None else ring
+        _check_arguments(args, self.ring, kw.get("compute_loss_func"))
+        # Rank 0 would read for everyone, and its collator would hand every rank the part of rank 0.
+        accelerator_config: Any = args.accelerator_config
+        accelerator_config.dispatch_batches = False
+        super().__init__(model, args, *rest, **kw)
+        if not self.model_accepts_loss_kwargs:
+            raise SparseRingError(f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be scaled")
+        attach(self._model(), self.ring)
+        self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
+        self.attention_metrics: dict[str, Any] = {}
+        self._compare_batch = True
+        self._rate = TokenRate()
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        self.add_callback(_SparseRingCallback(self))
+
+    def _model(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        if hasattr(self, "model_accepts_loss_kwargs"):  # before that, __init__ attaches the model
+            attach(model, self.ring)
+        return model
+
+    # ---- data
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        axes = self.ring.axes
+        if is_training:
+            dataset = Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
+        else:
+            if isinstance(dataset, ArrowDataset):
+                dataset = self._remove_unused_columns(dataset, description=description)
+            rows = batch_size * axes.data_size
+            complete = CompleteStream if isinstance(dataset, IterableDataset) else CompleteRows
+            dataset = complete(dataset, rows, self._used_columns())
+        loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        return follow_data_axis(loader, axes, is_training=is_training)
+
+    def _used_columns(self) -> frozenset[str] | None:
+        if not self.args.remove_unused_columns:
+            return None
+        self._set_signature_columns_if_needed()
+        return frozenset(self._signature_columns or ())
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
+        # Rows that complete the last batches must come last; the loss does not depend on the order.
+        return SequentialSampler(eval_dataset)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return super().get_total_train_batch_size(args) // self.ring.axes.ring_size
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += self._over_data_axis(inputs[NAME].tokens)
+
+    def _over_data_axis(self, value: float) -> int:
+        total = self.ring.axes.world_sum(torch.tensor(value, dtype=torch.float64, device=self.args.device))
+        return round(float(total) / self.ring.axes.ring_size)
+
+    # ---- training
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        if any("shift_labels" not in batch for batch in batch_samples):
+            raise SparseRingError("the training batch has no labels: let the dataset or the data collator add them")
+        targets = sum(((batch["shift_labels"] != IGNORE).sum().to(device) for batch in batch_samples), _zero(device))
+        return self.ring.axes.world_sum(targets).clamp(min=1)  # a step without any target has the loss 0, not 0 / 0
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        sequence: Sequence = inputs[NAME]
+        if self._compare_batch:
+            check_same_batch(sequence, self.ring.axes, self.args.device)
+            self._compare_batch = False
+        self._rate.add(sequence.tokens)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and not self.ring.evaluating:
+            tokens, seconds = self._rate.pop()
+            logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **self._pop_meter()}
+        super().log(logs, start_time)
+
+    def _pop_meter(self, prefix: str = "") -> dict[str, float]:
+        metrics = self.ring.meter.pop()
+        if not metrics:
+            return {}
+        self.attention_metrics = metrics
+        return {prefix + key: metrics[key] for key in ("density", "recall", "imbalance")}
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._rate.paused():
+            super()._save_checkpoint(*args, **kwargs)
+
+    # ---- evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        with self._rate.paused(), self._evaluating():
+            self.gather_function = self._gather_rows
+            output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            loss_sum, targets = self.ring.axes.world_sum(self._eval_sums.to(self.args.device)).tolist()
+            metrics = output.metrics if output.metrics is not None else {}
+            if targets:
+                metrics[f"{metric_key_prefix}_loss"] = loss_sum / targets
+            metrics.update(self._pop_meter(f"{metric_key_prefix}_"))
+        rows = present_rows(dataloader.dataset)
+        return output._replace(metrics=metrics, num_samples=output.num_samples if rows is None else rows)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.ring.evaluating, self._compare_batch = True, True
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            yield
+        finally:
+            self.ring.evaluating = False
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        inputs = self._prepare_inputs(inputs)
+        sequence: Sequence = inputs[NAME]
+        present = inputs.pop(PRESENT_ROWS, sequence.shape[0])
+        if self._compare_batch:
+            check_same_batch(sequence, self.ring.axes, self.args.device)
+            self._compare_batch = False
+        loss = None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if "labels" in inputs:
+                loss, outputs = self._evaluation_loss(model, inputs)
+            else:
+                outputs = model(**inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0 if loss is None else 1]
+        labels = None
+        if "labels" in inputs:
+            # zeros stand where the batch was padded: carried as label + 100, they come back as -100
+            shifted = self.ring.gather(inputs["labels"] - IGNORE, sequence) + IGNORE
+            labels = torch.nn.functional.pad(shifted[:, :-1], (1, 0), value=IGNORE)[:present]
+        return loss, self.ring.gather(logits.detach(), sequence)[:present], labels
+
+    def _evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Mean loss over the targets of this ring's batch, which is also added to the sums of the dataset."""
+        one = torch.ones((), device=self.args.device)
+        scaled, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=one)
+        local = torch.stack([scaled.double() / self.ring.axes.world_size, (inputs["labels"] != IGNORE).sum().double()])
+        self._eval_sums += local.cpu()
+        loss_sum, targets = self.ring.axes.ring_sum(local.clone())
+        return (loss_sum / targets.clamp(min=1)).float(), outputs
+
+    def _gather_rows(self, values: Any) -> Any:
+        return gather_rows(values, self.ring.axes)
+
+
+class SparseRingTrainer(SparseRingMixin, Trainer):
+    """``Trainer`` on a sparse ring; see the module's docstring."""
+
+
+class _SparseRingCallback(TrainerCallback):
+    """What has to happen at Trainer's own events."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, ring = self.trainer, self.trainer.ring
+        adopt_gradient_checkpointing(trainer.model)
+        trainer._compare_batch = True
+        trainer._rate = TokenRate()
+        stage = 0
+        if trainer.is_deepspeed_enabled:
+            wrapped = trainer.accelerator.deepspeed_engine_wrapped is not None
+        else:
+            wrapped = ring.axes.world_size == 1 or trainer.model_wrapped is not trainer.model
+        if not wrapped:
+            raise SparseRingError(
+                "gradients would not be averaged: Transformers does not prepare a model for training that it has evaluated "
+                "before; set eval_on_start=True instead of calling evaluate() before train()"
+            )
+        if trainer.is_deepspeed_enabled:
+            check_engine(trainer.deepspeed, ring)
+            stage = trainer.deepspeed.zero_optimization_stage()
+        print_setup(
+            Setup(
+                ring=ring,
+                zero_stage=stage,
+                micro_batch=args.per_device_train_batch_size,
+                accumulation=args.gradient_accumulation_steps,
+                dtype=str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
+                gradient_checkpointing=any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules()),
+            )
+        )
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        ring = self.trainer.ring
+        ring.step = state.global_step
+        # Measuring recall costs a probe per layer: only for the steps that are logged, if they can be told in advance.
+        by_step = args.logging_strategy == "steps"
+        first = args.logging_first_step and state.global_step == 0
+        ring.meter.active = not by_step or first or (state.global_step + 1) % state.logging_steps == 0
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _make_ring(args: TrainingArguments) -> SparseRing:
+    if getattr(args, "hf_deepspeed_config", None) is None:
+        raise SparseRingError(
+            'no DeepSpeed configuration: pass TrainingArguments(deepspeed="file.json") whose file has a section '
+            '"sparse_ring", or ring=SparseRing(SparseRingConfig(...))'
+        )
+    _ = args.device  # sets up torch.distributed
+    return SparseRing.from_deepspeed(args.hf_deepspeed_config.config)
+
+
+def _check_arguments(args: TrainingArguments, ring: SparseRing, compute_loss_func: Any) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if args.world_size != world or args.n_gpu > 1:
+        raise SparseRingError(
+            f"Trainer sees {args.world_size} process(es), torch.distributed {world}: start one process per device, and "
+            "without a GPU set use_cpu=True (otherwise every rank would train on the same data)"
+        )
+    accelerator: Any = args.accelerator_config
+    if getattr(args, "parallelism_config", None) is not None:
+        raise SparseRingError('parallelism_config is set: leave it out, "sparse_ring": {"degree": N} makes the ring')
+    refused = [
+        (not args.average_tokens_across_devices, "average_tokens_across_devices=False", "the loss is a global mean"),
+        (args.label_smoothing_factor, "label_smoothing_factor", "it would shift labels that are shifted already"),
+        (compute_loss_func, "compute_loss_func", "labels arrive shifted and as parts: override compute_loss instead"),
+        (
+            getattr(args, "neftune_noise_alpha", None),
+            "neftune_noise_alpha",
+            "its noise depends on the length of a part",
+        ),
+        (args.train_sampling_strategy == "batch_rebalance", "train_sampling_strategy", 'use "random" or "sequential"'),
+        (accelerator.split_batches, "accelerator_config.split_batches", "batches belong to rings, not to ranks"),
+        (accelerator.dispatch_batches, "accelerator_config.dispatch_batches", "each rank shards batches for itself"),
+        (not accelerator.even_batches, "accelerator_config.even_batches=False", "rings would run out of data apart"),
+        ("inputs" in args.include_for_metrics, 'include_for_metrics=["inputs"]', "a rank has only its part of them"),
+    ]
+    for found, name, reason in refused:
+        if found:
+            raise SparseRingError(f"TrainingArguments: {name} is not supported here: {reason}")

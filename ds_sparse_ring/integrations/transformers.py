@@ -1,0 +1,305 @@
+"""Attention of unmodified Transformers models on a sharded sequence.
+
+Three seams that Transformers documents carry everything:
+
+* ``AttentionInterface`` holds `sparse_ring_attention_forward` under the name ``"sparse_ring"``, and
+  ``AttentionMaskInterface`` a mask function that builds nothing for a sharded sequence;
+* keyword arguments of a model's forward reach attention unchanged, also through gradient checkpointing and ZeRO-3. The
+  batch carries a ``sparse_ring`` entry (integers only: where every token of the shard belongs);
+* a forward pre-hook on the decoder stack, put there by `attach`, binds that entry to this job's groups, plans and
+  kernels. The stack is hooked, not the model: PEFT calls ``forward`` of the model below it, past the model's own hooks.
+
+Nothing is kept in this module: two models of one process may belong to two rings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.model_checks import check_model
+from ds_sparse_ring.store import checkpoint_context_fn
+
+if TYPE_CHECKING:
+    from ds_sparse_ring.runtime import SparseRing
+
+NAME = "sparse_ring"
+"""Name of the attention implementation, and of the keyword argument that carries the sequence."""
+
+# Keyword arguments that reach attention and change nothing there: rotary embedding has used the positions, the loss the
+# labels.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+    }
+)
+
+
+def register() -> None:
+    """Make ``attn_implementation="sparse_ring"`` known to Transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, sparse_ring_attention_forward)
+    AttentionMaskInterface.register(NAME, sparse_ring_mask)
+
+
+class Attachment:
+    """A model attached to a ring. `detach` (or leaving it as a context manager) restores what was there before."""
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, ring: SparseRing) -> None:
+        self.model = model
+        self.ring = ring
+        self._before = model.config._attn_implementation
+        self._handle = decoder.register_forward_pre_hook(_BindSequence(self), with_kwargs=True)
+
+    def detach(self) -> None:
+        """Remove the hook and give the model its former attention back. Calling it again changes nothing."""
+        self._handle.remove()
+        if self.model.config._attn_implementation == NAME:
+            self.model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+class _BindSequence:
+    """Forward pre-hook of a decoder stack: turns the batch's sequence into the context that attention takes."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BindSequence:
+        return self  # a copied model belongs to the same ring; process groups cannot be copied
+
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        sequence = kwargs.get(NAME)
+        if sequence is None:
+            _check_whole_rows(kwargs)
+            return None
+        _check_sharded(kwargs)
+        if decoder.training and torch.is_grad_enabled():
+            _check_checkpointing(decoder)
+        return args, {**kwargs, NAME: self.attachment.ring.bind(sequence), "use_cache": False}
+
+
+def _check_sharded(kwargs: Mapping[str, Any]) -> None:
+    if any(kwargs.get(key) is not None for key in ("cache", "past_key_values")) or kwargs.get("use_cache"):
+        raise SparseRingError(
+            "a sharded sequence has no KV cache: call the model without use_cache and past_key_values, or generate "
+            "from plain input_ids without the sparse_ring entry"
+        )
+    if kwargs.get("attention_mask") is not None:
+        raise SparseRingError(
+            "a sharded sequence takes no attention_mask: give the mask to SparseRing.sequence_batch, which removes "
+            "padding, and call the model with the batch it returns"
+        )
+
+
+def _check_whole_rows(kwargs: Mapping[str, Any]) -> None:
+    """Packed rows need a mask between documents; the mask function sees a shard's striped positions the same way."""
+    positions = kwargs.get("position_ids")
+    cached = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
+    if positions is None or kwargs.get("attention_mask") is not None or cached or positions.shape[-1] < 2:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        raise SparseRingError(
+            "position_ids restart within a row, but the batch has no sparse_ring entry, so its documents would see "
+            "each other: make the batch with SparseRing.sequence_batch (or collator), or detach the model first"
+        )
+
+
+def _check_checkpointing(decoder: nn.Module) -> None:
+    for module in decoder.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            function = module._gradient_checkpointing_func
+            if getattr(function, "keywords", {}).get("context_fn") is not checkpoint_context_fn:
+                raise SparseRingError(
+                    "gradient checkpointing is on without our context_fn, so the backward pass would select and "
+                    "attend again: call ds_sparse_ring.integrations.transformers.enable_gradient_checkpointing(model)"
+                )
+
+
+def attach(model: nn.Module, ring: SparseRing) -> Attachment:
+    """Let ``model`` attend on ``ring``; before or after ``deepspeed.initialize``.
+
+    Args:
+        model: a causal ``PreTrainedModel``, or a PEFT model around one.
+
+    Returns:
+        The attachment; the one that is there already if the model is attached to this ring.
+
+    Raises:
+        SparseRingError: a model that `check_model` refuses, is no Transformers model, or is attached to another ring.
+    """
+    base = base_model_of(model)
+    decoder = base.get_decoder()
+    for hook in decoder._forward_pre_hooks.values():
+        if isinstance(hook, _BindSequence):
+            if hook.attachment.ring is not ring:
+                raise SparseRingError("the model is attached to another ring: detach() that attachment first")
+            return hook.attachment
+    check_model(base.config, ring.config)
+    for name, module in decoder.named_modules():
+        if getattr(module, "sinks", None) is not None or getattr(module, "is_causal", True) is False:
+            raise SparseRingError(f"model: {name} has attention sinks or is not causal; the kernels have neither")
+    register()
+    attachment = Attachment(base, decoder, ring)
+    base.set_attn_implementation(NAME)
+    if base.config._attn_implementation != NAME:
+        attachment.detach()
+        raise SparseRingError(f"model: {type(base).__name__} does not take its attention from AttentionInterface")
+    return attachment
+
+
+def base_model_of(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside a PEFT wrapper or a DeepSpeed engine.
+
+    Raises:
+        SparseRingError: if there is none.
+    """
+    inner: Any = model
+    if not isinstance(inner, PreTrainedModel) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise SparseRingError(
+            f"{type(model).__name__} is neither a Transformers model nor a PEFT model around one: pass what "
+            "from_pretrained or get_peft_model returned"
+        )
+    return inner
+
+
+def enable_gradient_checkpointing(model: nn.Module, **options: Any) -> None:
+    """Turn on gradient checkpointing whose replay takes index and attention output from where the first pass left them.
+
+    Args:
+        options: ``every_n_layers`` and ``offload`` of Transformers.
+
+    Raises:
+        SparseRingError: for ``use_reentrant=True``, which takes no ``context_fn``.
+    """
+    base = base_model_of(model)
+    if hasattr(base, "activation_checkpointing_enable"):
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False}, **options)
+    else:  # Transformers before 5.24 has only the older name, later ones warn about it
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **options)
+    adopt_gradient_checkpointing(base)
+
+
+def adopt_gradient_checkpointing(model: nn.Module) -> None:
+    """Give our ``context_fn`` to checkpointing that Trainer has turned on; without checkpointing, change nothing."""
+    module: Any
+    for module in base_model_of(model).modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is None:
+            continue
+        if not isinstance(function, functools.partial):
+            raise SparseRingError("gradient checkpointing uses a function of its own, which takes no context_fn")
+        if function.keywords.get("use_reentrant", True):
+            raise SparseRingError(
+                'gradient checkpointing: use_reentrant=True takes no context_fn: pass {"use_reentrant": False}, or no '
+                "keyword arguments at all"
+            )
+        module._gradient_checkpointing_func = functools.partial(
+            function.func, *function.args, **{**function.keywords, "context_fn": checkpoint_context_fn}
+        )
+
+
+def sparse_ring_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sparse_ring: SequenceContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in place of attention.
+
+    Args:
+        query, key, value: ``[1, H, n, D]``, ``[1, K, n, D]`` after rotary embedding; any batch without ``sparse_ring``.
+        attention_mask: a 4-D mask of `sparse_ring_mask`, only without ``sparse_ring``.
+        scaling: softmax scale; by default ``D ** -0.5``.
+        sparse_ring: the bound sequence, or None for whole rows in evaluation and generation (then SDPA runs).
+
+    Returns:
+        Output ``[1, n, H, D]`` and no attention weights.
+
+    Raises:
+        SparseRingError: an argument that would change the result, or training on a batch that is not sharded.
+    """
+    _check_arguments(dropout, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sparse_ring is None:
+        if module.training and torch.is_grad_enabled():
+            raise SparseRingError(
+                "training on a batch without a sparse_ring entry: wrap the data collator with SparseRing.collator "
+                "(SparseRingTrainer does it) or call SparseRing.sequence_batch; whole rows are for model.eval() only"
+            )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
+    if not isinstance(sparse_ring, SequenceContext):
+        raise SparseRingError(
+            "the sparse_ring entry reached attention unbound, so the model is not attached: call attach(model, ring)"
+        )
+    if attention_mask is not None:
+        raise SparseRingError("a sharded sequence takes no attention mask; SparseRing.sequence_batch removes padding")
+    return sparse_ring_attention(query, key, value, sparse_ring, layer=module.layer_idx, scale=scale), None
+
+
+def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
+    if dropout:
+        raise SparseRingError(f"attention dropout {dropout} is not supported: set config.attention_dropout = 0.0")
+    if kwargs.get("is_causal") is False:
+        raise SparseRingError("is_causal = False: only causal attention is supported")
+    known = _HARMLESS | {"is_causal"}
+    given = (key for key, value in kwargs.items() if value is not None and value is not False)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise SparseRingError(
+            f"attention does not know these arguments, which may change the result: {', '.join(unknown)}. Remove them "
+            "from the batch or the model's call; windows, soft caps, sinks and attention weights are not supported"
+        )
+
+
+def sparse_ring_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask of whole rows in evaluation and generation: that of SDPA; nothing for a sharded sequence.
+
+    A shard has neither padding nor cache, and its striped position ids look like packed documents, for which
+    Transformers would build a mask of ``n * n`` entries that no one reads.
+    """
+    whole = attention_mask is not None or q_length != kv_length or isinstance(q_offset, Tensor) or q_offset != 0
+    if not whole:
+        return None
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)

@@ -1,0 +1,335 @@
+"""The Transformers Trainer on a ring: losses, evaluation, prediction and resume are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    TrainerCallback,
+    default_data_collator,
+)
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.deepspeed import full_state_dict
+from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
+from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.store import checkpoint_context_fn
+from tests.common import DistributedTest, rank_device
+from tests.unit.parity_model import CHECKPOINTING, VOCABULARY, section, tiny_model, word_tokenizer
+from tests.unit.trainer_runs import arguments, ds_config, make_rows, make_trainer, plain_training, token_losses
+
+
+class TestTrainingEqualsOneProcess(DistributedTest):
+    world_size = [2, 4]
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_losses_equal_plain_sdpa_over_20_steps(self, stage: int, tmp_path: Path) -> None:
+        # world 2: one ring of 2; world 4: 2 data ranks x rings of 2, so that a step takes 2 x 2 rows
+        config = ds_config(stage, degree=2)
+        accumulation = 1 if dist.get_world_size() == 2 else 2
+        rows_per_step = accumulation * dist.get_world_size() // 2
+        steps = 20 if dist.get_world_size() == 2 else 6
+        rows = make_rows([150, 201, 64, 97, 333, 128, 70, 260])
+        args = arguments(
+            tmp_path,
+            config,
+            max_steps=steps,
+            gradient_accumulation_steps=accumulation,
+            **{CHECKPOINTING: stage == 3},
+        )
+        trainer, recorder = make_trainer(args, rows)
+        trainer.train()
+        assert trainer.get_total_train_batch_size(args) == rows_per_step
+        state = full_state_dict(trainer.deepspeed)
+        if dist.get_rank() == 0:
+            expected = list(plain_training(rows, steps, rows_per_step))
+            assert recorder.of("loss") == pytest.approx([loss for loss, _, _ in expected], rel=1e-4)
+            assert recorder.of("grad_norm") == pytest.approx([norm for _, norm, _ in expected], rel=1e-3)
+            for name, parameter in expected[-1][2].state_dict().items():
+                torch.testing.assert_close(state[name], parameter, rtol=1e-3, atol=1e-4)
+
+    def test_evaluation_loss_and_predictions_equal_one_process(self, tmp_path: Path) -> None:
+        lengths = [50, 150, 64, 97, 130, 128, 70]  # no multiple of the rows that all rings take at once
+        rows, unlabelled = make_rows(lengths), make_rows(lengths, labels=False)
+        degree = 1 if dist.get_world_size() == 2 else 2
+        args = arguments(tmp_path, ds_config(degree=degree), max_steps=1, per_device_eval_batch_size=2)
+        collator = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)  # pads the shorter row of each batch
+        trainer, _ = make_trainer(args, unlabelled, eval_dataset=unlabelled, data_collator=collator)
+        trainer.train()
+        metrics = trainer.evaluate()
+        predicted: Any = trainer.predict(unlabelled)
+        model = tiny_model().eval()
+        state = [full_state_dict(trainer.deepspeed)]
+        dist.broadcast_object_list(state)
+        model.load_state_dict(state[0])
+        with torch.no_grad():
+            expected = float(token_losses(model, rows).mean())
+            logits = [model(row["input_ids"][None]).logits[0] for row in rows]
+        assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+        assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=1e-5)
+        assert trainer.num_examples(trainer.get_eval_dataloader()) >= len(rows)
+        assert predicted.predictions.shape == (len(rows), 150, VOCABULARY)
+        for i, row in enumerate(rows):
+            length = len(row["input_ids"])
+            np.testing.assert_allclose(predicted.predictions[i, :length], logits[i].numpy(), rtol=1e-3, atol=1e-4)
+            assert predicted.label_ids[i, 0] == -100
+            assert predicted.label_ids[i, 1:length].tolist() == row["labels"][1:].tolist()
+            assert (predicted.label_ids[i, length:] == -100).all()
+
+
+class TestWithoutDeepSpeed(DistributedTest):
+    world_size = 2
+
+    def test_plain_data_parallel_equals_one_process_too(self, tmp_path: Path) -> None:
+        rows = make_rows([150, 201, 64])
+        args = arguments(tmp_path, deepspeed=None, max_steps=3)
+        _ = args.device
+        trainer, recorder = make_trainer(args, rows, ring=SparseRing(SparseRingConfig(**section())))
+        trainer.train()
+        expected = list(plain_training(rows, 3, 1))
+        assert recorder.of("loss") == pytest.approx([loss for loss, _, _ in expected], rel=1e-4)
+        assert recorder.of("grad_norm") == pytest.approx([norm for _, norm, _ in expected], rel=1e-3)
+
+
+class TestResume(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_three_steps_and_three_more_equal_six(self, stage: int, tmp_path: Path) -> None:
+        # 4 rows shuffled anew each epoch: the resumed run has to find its place in the second one
+        values: dict[str, Any] = {
+            "max_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "lr_scheduler_type": "linear",
+            "train_sampling_strategy": "random",
+        }
+        rows = make_rows([150, 201, 64, 97])
+        config = ds_config(stage, selector="price")
+        trainer, whole = make_trainer(arguments(tmp_path, config, **values), rows)
+        trainer.train()
+        expected = full_state_dict(trainer.deepspeed)
+        trainer, resumed = make_trainer(arguments(tmp_path, config, **values), rows)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert resumed.of("loss") == pytest.approx(whole.of("loss")[3:], rel=1e-6)
+        assert resumed.of("grad_norm") == pytest.approx(whole.of("grad_norm")[3:], rel=1e-5)
+        state = full_state_dict(trainer.deepspeed)
+        for name in expected:
+            torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-7)
+
+    def test_a_saved_model_loads_without_us(self, tmp_path: Path) -> None:
+        rows = make_rows([150, 201])
+        trainer, _ = make_trainer(arguments(tmp_path), rows, eval_dataset=rows)
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(tmp_path / "model"))
+        dist.barrier()
+        unset_hf_deepspeed_config()  # as in another process; it would partition what is loaded here
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        assert model.config._attn_implementation == "sdpa"
+        with torch.no_grad():
+            assert float(token_losses(model, rows).mean()) == pytest.approx(loss, rel=1e-5)
+
+
+class RankDependentRows(torch.utils.data.Dataset):
+    """What must not happen: ranks of a ring see other rows."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return make_rows([100 + 64 * dist.get_rank()])[0]
+
+
+class Endless(IterableDataset):
+    """Rows that are made while they are read."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows
+
+
+class TestData(DistributedTest):
+    world_size = 2
+
+    def test_ranks_of_a_ring_that_drew_different_batches_are_stopped(self, tmp_path: Path) -> None:
+        trainer, _ = make_trainer(arguments(tmp_path), RankDependentRows())
+        with pytest.raises(SparseRingError, match="drew different batches"):
+            trainer.train()
+
+    @pytest.mark.parametrize("degree", [1, 2])
+    @pytest.mark.parametrize("kind", ["map", "arrow", "iterable", "arrow_iterable", "workers"])
+    def test_every_kind_of_dataset_is_read_along_the_data_axis(self, kind: str, degree: int, tmp_path: Path) -> None:
+        rows = make_rows([150, 201, 64, 97])
+        arrow = datasets.Dataset.from_dict({"input_ids": [r["input_ids"].tolist() for r in rows], "extra": ["x"] * 4})
+        arrow = arrow.map(lambda row: {"labels": row["input_ids"]})
+        dataset: Any = {
+            "map": rows,
+            "arrow": arrow,
+            "iterable": Endless(rows),
+            "arrow_iterable": arrow.remove_columns("extra").to_iterable_dataset(num_shards=2),
+            "workers": rows,
+        }[kind]
+        args = arguments(tmp_path, ds_config(degree=degree), dataloader_num_workers=int(kind == "workers"))
+        trainer, recorder = make_trainer(args, dataset, eval_dataset=dataset)
+        trainer.train()
+        evaluation = trainer.evaluate()
+        per_step = 2 // degree
+        expected = [loss for loss, _, _ in plain_training(rows, 2, per_step)]
+        assert recorder.of("loss") == pytest.approx(expected, rel=1e-4)
+        assert evaluation["eval_loss"] > 0
+
+    @pytest.mark.parametrize("collator", ["default", "language_modeling", "flattening"])
+    def test_documented_collators(self, collator: str, tmp_path: Path) -> None:
+        lengths = [90, 90] if collator == "default" else [90, 40]
+        collators: dict[str, Callable[..., Any]] = {
+            "default": default_data_collator,
+            "language_modeling": DataCollatorForLanguageModeling(word_tokenizer(), mlm=False),
+            "flattening": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        }
+        rows = make_rows(lengths, labels=collator == "default")
+        args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=2)
+        trainer, recorder = make_trainer(args, rows, data_collator=collators[collator])
+        trainer.train()
+        expected = float(token_losses(tiny_model(), make_rows(lengths)).mean().detach())
+        assert recorder.of("loss") == pytest.approx([expected], rel=1e-5)
+
+
+class TestMetrics(DistributedTest):
+    world_size = 2
+
+    def test_dense_warm_up_density_and_tokens_are_reported(self, tmp_path: Path) -> None:
+        rows = make_rows([290] * 4)
+        config = ds_config(selector="price", dense_warmup_steps=2, eval_full_index=True)
+        args = arguments(tmp_path, config, max_steps=4, include_num_input_tokens_seen="all")
+        trainer, recorder = make_trainer(args, rows, eval_dataset=rows)
+        trainer.train()
+        metrics = trainer.evaluate()
+        density = recorder.of("density")
+        assert density[:2] == [1.0, 1.0]
+        assert all(0.1 < value < 0.9 for value in density[2:])
+        assert all(0.1 < value < 1.0 for value in recorder.of("recall")[2:])
+        assert all(value >= 1.0 for value in recorder.of("imbalance"))
+        assert all(value > 0 for value in recorder.of("tokens_per_s"))
+        assert metrics["eval_density"] == 1.0
+        assert trainer.state.num_input_tokens_seen == 4 * 290
+        assert [entry["layer"] for entry in trainer.attention_metrics["per_layer"]] == [0, 1]
+
+    def test_attention_is_measured_only_for_steps_that_are_logged(self, tmp_path: Path) -> None:
+        active: list[bool] = []
+
+        class Watch(TrainerCallback):
+            def on_substep_end(self, *_: Any, **__: Any) -> None:
+                active.append(trainer.ring.meter.active)
+
+        args = arguments(tmp_path, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
+        trainer, recorder = make_trainer(args, make_rows([100] * 8))
+        trainer.add_callback(Watch())
+        trainer.train()
+        assert active == [False, True, False, True]
+        assert len(recorder.of("density")) == 2
+
+    def test_checkpointing_asked_of_trainer_is_ours(self, tmp_path: Path) -> None:
+        checkpointing: dict[str, Any] = {CHECKPOINTING: True}
+        args = arguments(tmp_path, max_steps=1, **checkpointing)
+        trainer, _ = make_trainer(args, make_rows([100] * 2))
+        trainer.train()
+        layers = [m for m in trainer.model.modules() if getattr(m, "gradient_checkpointing", False)]
+        assert len(layers) >= 2
+        assert all(m._gradient_checkpointing_func.keywords["context_fn"] is checkpoint_context_fn for m in layers)
+
+
+class TestRefusals(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+            ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+            ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
+            ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+            ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+            ({"include_for_metrics": ["inputs"]}, "include_for_metrics"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    )
+    def test_arguments_that_would_change_the_result(self, values: dict[str, Any], message: str, tmp_path: Path) -> None:
+        with pytest.raises(SparseRingError, match=message):
+            make_trainer(arguments(tmp_path, **values), make_rows([10]))
+
+    def test_a_loss_function_that_would_shift_labels_again(self, tmp_path: Path) -> None:
+        with pytest.raises(SparseRingError, match="compute_loss_func"):
+            make_trainer(arguments(tmp_path), make_rows([10]), compute_loss_func=lambda *_, **__: None)
+
+    def test_a_configuration_without_our_section(self, tmp_path: Path) -> None:
+        config = ds_config()
+        del config["sparse_ring"]
+        with pytest.raises(SparseRingError, match=r'add "sparse_ring"'):
+            make_trainer(arguments(tmp_path, config), make_rows([10]))
+
+    def test_a_batch_without_labels(self, tmp_path: Path) -> None:
+        trainer, _ = make_trainer(arguments(tmp_path), make_rows([10, 10], labels=False))
+        with pytest.raises(SparseRingError, match="no labels"):
+            trainer.train()
+
+    @pytest.mark.parametrize("deepspeed", [True, False])
+    def test_training_after_an_evaluation_which_transformers_does_not_prepare(self, deepspeed: bool, tmp_path: Path) -> None:
+        args = arguments(tmp_path) if deepspeed else arguments(tmp_path, deepspeed=None)
+        _ = args.device
+        ring = SparseRing(SparseRingConfig(**section()))
+        rows = make_rows([10, 10])
+        trainer, _ = make_trainer(args, rows, eval_dataset=rows, ring=ring)
+        trainer.evaluate()
+        with pytest.raises(SparseRingError, match="eval_on_start"):
+            trainer.train()
+
+    def test_ranks_that_trainer_does_not_see(self, tmp_path: Path) -> None:
+        # without use_cpu on a machine without a GPU each process takes itself for the only one
+        if rank_device().type == "cuda":
+            pytest.skip("needs a machine without a GPU")
+        args = arguments(tmp_path, use_cpu=False)
+        with pytest.raises(SparseRingError, match="use_cpu=True"):
+            make_trainer(args, make_rows([10]))
+
+
+class TestRowsThatEvaluationLacks:
+    def test_rows_are_completed_to_a_multiple(self) -> None:
+        rows = CompleteRows([{"a": i, "b": i} for i in range(5)], 4, frozenset("a"))
+        assert len(rows) == 8
+        assert rows.present == 5
+        assert [isinstance(rows[i], Absent) for i in range(8)] == [False] * 5 + [True] * 3
+        assert rows[7].row == {"a": 0}
+
+    def test_so_is_a_stream(self) -> None:
+        stream = CompleteStream(range(5), 4)
+        assert [row for row in stream if not isinstance(row, Absent)] == [0, 1, 2, 3, 4]
+        assert len(list(stream)) == 8
+        assert stream.present == 5
+
+    def test_a_batch_of_absent_rows_has_no_target(self) -> None:
+        ring = SparseRing(SparseRingConfig(**section()))
+        collate = BatchCollator(ring.collator(default_data_collator))
+        row = make_rows([70])[0]
+        some = collate([row, Absent(row)])
+        none = collate([Absent(row), Absent(row)])
+        assert (some["present_rows"], some["sparse_ring"].tokens) == (1, 70)
+        assert (none["present_rows"], none["sparse_ring"].tokens) == (0, 70)
+        assert (some["shift_labels"] != -100).sum() == 69
+        assert (none["shift_labels"] == -100).all()
+        assert "present_rows" not in collate([row, row])

@@ -1,0 +1,87 @@
+"""The model and tokenizer of a training run: from a folder, or fresh from a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ds_sparse_ring.errors import SparseRingError
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+
+
+def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``, or beside the model if no folder is given.
+
+    Raises:
+        SparseRingError: if there is none.
+    """
+    source = folder or model
+    if source is None or not (Path(source) / "tokenizer_config.json").is_file():
+        raise SparseRingError(
+            f"no tokenizer in {source}: give --tokenizer a folder that a tokenizer was saved to (train_tokenizer of "
+            "ds_sparse_ring.train.data makes one)"
+        )
+    return AutoTokenizer.from_pretrained(source)
+
+
+def load_config(
+    model: str | None, fresh_config: str | None, tokenizer: PreTrainedTokenizerBase, *, sequence_tokens: int
+) -> PreTrainedConfig:
+    """The configuration of the model to train.
+
+    Args:
+        model: a folder with ``config.json``.
+        fresh_config: instead, a JSON object or the path of one, with ``model_type`` and sizes. What it leaves out of vocabulary
+            size, special tokens and longest position is taken from the tokenizer and the data.
+        sequence_tokens: of a row of training data.
+
+    Raises:
+        SparseRingError: neither or both are given, or the vocabulary is too small for the tokenizer.
+    """
+    if (model is None) == (fresh_config is None):
+        raise SparseRingError("give either --model FOLDER or --fresh_config JSON")
+    if fresh_config is not None:
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        known = {"vocab_size": len(tokenizer), "max_position_embeddings": sequence_tokens, **special}
+        values = {**known, **_json(fresh_config)}
+        if "model_type" not in values:
+            raise SparseRingError('--fresh_config needs a "model_type", for example "llama"')
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    else:
+        config = AutoConfig.from_pretrained(str(model))
+    if config.vocab_size < len(tokenizer):
+        raise SparseRingError(
+            f"the model has a vocabulary of {config.vocab_size}, the tokenizer of {len(tokenizer)}: they do not belong together"
+        )
+    return config
+
+
+def build_model(config: PreTrainedConfig, folder: str | None, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with the weights in ``folder``, fresh ones if there are none.
+
+    While a ZeRO-3 configuration is in force (TrainingArguments or HfDeepSpeedConfig), Transformers partitions it at
+    once.
+    """
+    if folder is not None and any(next(Path(folder).glob(pattern), None) for pattern in _WEIGHTS):
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _json(source: str) -> dict[str, Any]:
+    inline = source.lstrip().startswith(("{", "["))
+    values = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise SparseRingError(f"--fresh_config: {source} holds {type(values).__name__}, not an object")
+    return values
