@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.ds_json import load_ds_json
@@ -271,13 +272,13 @@ def generate(files: Files, prompt: str) -> str:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description="Train a small model with sparse ring attention on two CPU processes")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "demo")
     args = parser.parse_args()
     files, console, began = Files(args.folder), Console(), time.monotonic()
     console.print("Preparing: text from Python's standard library, a byte-level BPE tokenizer")
     prepare(files, args.steps)
-    console.print(f"Starting the deepspeed launcher with {PROCESSES} CPU processes; they write to {files.log}")
+    console.print(f"Starting the deepspeed launcher with {PROCESSES} CPU processes; they write to {files.log}", soft_wrap=True)
     hint = starting_hint()
     process = launch(files, args.steps)
     try:
@@ -289,6 +290,7 @@ def main() -> None:
     console.print("Plain Transformers continues a line from the checkpoint:")
     console.print(generate(files, "import os\n\n\nclass "), style="green", markup=False, highlight=False)
     console.print("Drawing: attention of every head, and what its index keeps")
+    transformers_logging.disable_progress_bar()  # one bar is enough
     picture = files.folder / "demo.png"
     warmup = SparseRingConfig.from_deepspeed(files.deepspeed).dense_warmup_steps
     save_training_report(picture, metrics, most_interesting_head(files), dense_warmup_steps=warmup)
