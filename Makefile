@@ -1,6 +1,9 @@
 # make demo    train a small model on two CPU processes and show what came out
 # make test    lint, type check and tests; what CI runs
 # make lint    only the first two
+# make bench-cpu      the CPU kernels beside PyTorch's dense attention
+# make test-sanitize  the kernel tests under the address and undefined-behaviour sanitizers
+# make test-prebuilt  installs with DS_BUILD_OPS=1 into an environment of its own and runs the kernels from there
 # make format  let ruff put the sources into shape
 # make clean   remove everything that was made
 #
@@ -20,13 +23,23 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-sanitize test-prebuilt bench-cpu lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
 
 test: lint
 	@$(BIN)/python -m pytest tests/unit
+
+test-sanitize: $(INSTALLED)
+	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest tests/unit/test_kernel.py -k "not 256" --sanitize
+
+test-prebuilt: $(INSTALLED)
+	@$(BIN)/python tests/prebuilt.py
+
+bench-cpu: $(INSTALLED)
+	@$(BIN)/python -m ds_sparse_ring.bench.cpu
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -234,5 +234,7 @@ def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: Vertical
     """Sum the columns' gradients over the ring once and add them where their keys and values live."""
     total = context.axes.ring_sum(torch.stack([d_columns.k, d_columns.v]))
     row, held, kv_head = _column_places(k, index, context)
+    place = kv_head[held] * dkv.shape[2] + row[held]
     for part in range(2):
-        dkv[part].index_put_((kv_head[held], row[held]), total[part, held], accumulate=True)
+        # columns of different patterns may be one token: index_add_ sums them in order, index_put_ in any order
+        dkv[part].flatten(0, 1).index_add_(0, place, total[part, held])

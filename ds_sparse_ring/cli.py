@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @app.command()
 def report() -> None:
-    """Show the versions and devices that this machine offers."""
+    """Show versions, devices, and which compiled ops are installed or can be built here; DeepSpeed's own ops follow."""
     import torch
     from rich.console import Console
     from rich.table import Table
@@ -51,6 +51,24 @@ def report() -> None:
     machine.add_row("CPU cores", str(os.cpu_count()))
     machine.add_row("extensions are built in", os.environ.get("TORCH_EXTENSIONS_DIR", "torch's default folder"))
     console.print(machine)
+    console.print(_ops_table())
+
+    from deepspeed.env_report import op_report
+
+    op_report(verbose=False)
+
+
+def _ops_table() -> Table:
+    from rich.table import Table
+
+    from ds_sparse_ring.op_builder import ALL_BUILDERS
+
+    ops = Table("op of ds_sparse_ring", "installed", "compatible", "remark", title="compiled ops", title_justify="left")
+    for builder in (make() for make in ALL_BUILDERS):
+        prebuilt, compatible = builder.is_prebuilt(), builder.is_compatible()
+        remark = "" if prebuilt else "compiled when first used" if compatible else str(builder.error_log)
+        ops.add_row(builder.NAME, "yes" if prebuilt else "no", "yes" if compatible else "no", remark)
+    return ops
 
 
 @app.command()

@@ -1,13 +1,14 @@
 """The index: which keys each query block reads, in global coordinates.
 
-Two kinds, one interface. ``FullIndex`` is dense causal attention inside each document. ``VerticalSlash`` keeps, per segment of
-query blocks and per *pattern* (``heads_per_pattern`` neighbouring query heads),
+Three kinds, one interface. ``FullIndex`` is dense causal attention inside each document. ``BlockLists`` names the key blocks of
+each query block one by one. ``VerticalSlash`` keeps, per segment of query blocks and per *pattern* (``heads_per_pattern``
+neighbouring query heads),
 
 * *diagonals*: block offsets d. Query block i reads key block i - d, element-wise causal for d = 0, which is always there;
 * *columns*: single key tokens j. Query block i reads j iff j lies in an earlier block and the diagonal i - block(j) is off,
   so that no pair is counted twice and columns never need an element-wise mask.
 
-The index is never expanded to lists per row: it takes O(patterns * budget) memory for any length. It is data: chosen once per
+It is never expanded to lists per row: it takes O(patterns * budget) memory for any length. An index is data: chosen once per
 layer and micro-batch, then used by the forward pass, by its replay under gradient checkpointing and by the backward pass.
 
 Shapes: S segments, P patterns, H query heads, n query blocks. Vertical-slash patterns: MInference (arXiv 2407.02490) and
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.documents import Segment
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import BLOCK
 
 _DIAGONAL_PAIRS = BLOCK * (BLOCK + 1) // 2
@@ -43,8 +45,18 @@ class Index(Protocol):
     def heads_per_pattern(self) -> int:
         """Neighbouring query heads that share a pattern."""
 
-    def diagonals(self, segment: int, pattern: int) -> Tensor:
-        """Active block offsets."""
+    def key_blocks(self, segment: int, pattern: int, q_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Key blocks that each of ``n`` query blocks of a segment reads in whole (element-wise causal in its own block).
+
+        Returns:
+            Global block numbers int64 ``[n, L]``, and bool ``[n, L]``: which of them count.
+        """
+
+    def block_counts(self, segment: int, pattern: int, q_blocks: Tensor, low: int, high: int) -> Tensor:
+        """How many of those key blocks lie in ``[low, high)``, int64 ``[n]``."""
+
+    def columns_counted(self, segment: int, pattern: int, q_blocks: Tensor, part: slice) -> Tensor:
+        """Bool ``[n, C]``: which of the columns ``part`` of (segment, pattern) each query block reads."""
 
     def columns(self, segment: int, pattern: int) -> Tensor:
         """Active key tokens (global ids)."""
@@ -53,23 +65,90 @@ class Index(Protocol):
         """Where the columns of (segment, pattern) stand among all columns of the index."""
 
 
-@dataclass(frozen=True)
-class FullIndex:
-    """Dense causal attention within each document; padding blocks read only themselves."""
-
-    segments: tuple[Segment, ...]
-    patterns: int
-    heads_per_pattern: int = 1
-
-    def diagonals(self, segment: int, pattern: int) -> Tensor:
-        s = self.segments[segment]
-        return torch.arange(1 if s.is_padding else s.end - s.document_begin)
+class _NoColumns:
+    """Part of the indices that know whole blocks only."""
 
     def columns(self, segment: int, pattern: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
 
     def column_slice(self, segment: int, pattern: int) -> slice:
         return slice(0, 0)
+
+    def columns_counted(self, segment: int, pattern: int, q_blocks: Tensor, part: slice) -> Tensor:
+        return torch.empty(q_blocks.numel(), 0, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class FullIndex(_NoColumns):
+    """Dense causal attention within each document; padding blocks read only themselves."""
+
+    segments: tuple[Segment, ...]
+    patterns: int
+    heads_per_pattern: int = 1
+
+    def key_blocks(self, segment: int, pattern: int, q_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.segments[segment]
+        target = q_blocks[:, None] - torch.arange(1 if s.is_padding else s.end - s.document_begin, device=q_blocks.device)
+        return target, target >= s.document_begin
+
+    def block_counts(self, segment: int, pattern: int, q_blocks: Tensor, low: int, high: int) -> Tensor:
+        s = self.segments[segment]
+        first = q_blocks if s.is_padding else q_blocks.new_full((), s.document_begin)
+        return ((q_blocks + 1).clamp(max=high) - first.clamp(min=low)).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists(_NoColumns):
+    """Key blocks of each query block, named one by one: what selectors of whole blocks and fixed patterns give.
+
+    Attributes:
+        block_ptr: int64 ``[P * blocks + 1]``; row ``pattern * blocks + query block`` is ``block_values[ptr[row]:ptr[row + 1]]``.
+        block_values: int64, global key blocks, ascending within a row: the query block's own and earlier ones.
+    """
+
+    segments: tuple[Segment, ...]
+    patterns: int
+    heads_per_pattern: int
+    block_ptr: Tensor
+    block_values: Tensor
+
+    @classmethod
+    def from_keys(cls, segments: tuple[Segment, ...], patterns: int, heads_per_pattern: int, pairs: Tensor) -> BlockLists:
+        """Build from ``[m, 2]`` int64 pairs (pattern * blocks + query block, key block) in any order, duplicates allowed.
+
+        Every query block's own block is added.
+
+        Raises:
+            SparseRingError: a key block after its query block, or of another document.
+        """
+        blocks = segments[-1].end
+        rows = torch.arange(patterns * blocks, device=pairs.device)
+        pairs = torch.cat([pairs, torch.stack([rows, rows % blocks], 1)])
+        begins = torch.tensor([s.document_begin for s in segments], device=pairs.device)
+        query = pairs[:, 0] % blocks
+        outside = (pairs[:, 1] > query) | (pairs[:, 1] < begins[segment_of_blocks(segments, query)])
+        if outside.any():
+            row, key = pairs[outside][0].tolist()
+            raise SparseRingError(
+                f"block lists: query block {row % blocks} cannot read key block {key}: it lies in the future or in another "
+                "document"
+            )
+        return cls(segments, patterns, heads_per_pattern, *_compressed_rows(pairs, patterns * blocks))
+
+    def _rows(self, pattern: int, q_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        row = pattern * self.segments[-1].end + q_blocks
+        return self.block_ptr[row], self.block_ptr[row + 1]
+
+    def key_blocks(self, segment: int, pattern: int, q_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        begin, end = self._rows(pattern, q_blocks)
+        place = torch.arange(int((end - begin).max()) if q_blocks.numel() else 0, device=q_blocks.device)
+        counts = place[None, :] < (end - begin)[:, None]
+        at = torch.where(counts, begin[:, None] + place, torch.zeros_like(place)[None, :])
+        return self.block_values[at], counts
+
+    def block_counts(self, segment: int, pattern: int, q_blocks: Tensor, low: int, high: int) -> Tensor:
+        target, counts = self.key_blocks(segment, pattern, q_blocks)
+        return (counts & (target >= low) & (target < high)).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +183,7 @@ class VerticalSlash:
         return cls(segments, patterns, heads_per_pattern, *_compressed_rows(diagonals, rows), *_compressed_rows(columns, rows))
 
     def diagonals(self, segment: int, pattern: int) -> Tensor:
+        """Active block offsets, ascending."""
         row = segment * self.patterns + pattern
         return self.diagonal_values[int(self.diagonal_ptr[row]) : int(self.diagonal_ptr[row + 1])]
 
@@ -113,6 +193,25 @@ class VerticalSlash:
     def column_slice(self, segment: int, pattern: int) -> slice:
         row = segment * self.patterns + pattern
         return slice(int(self.column_ptr[row]), int(self.column_ptr[row + 1]))
+
+    def key_blocks(self, segment: int, pattern: int, q_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        target = q_blocks[:, None] - self.diagonals(segment, pattern)[None, :]
+        return target, target >= self.segments[segment].document_begin
+
+    def block_counts(self, segment: int, pattern: int, q_blocks: Tensor, low: int, high: int) -> Tensor:
+        diagonals = self.diagonals(segment, pattern)
+        first = max(low, self.segments[segment].document_begin)
+        # diagonals are sorted: those that land in [first, high) are a run of them
+        counts = torch.searchsorted(diagonals, q_blocks - first, right=True)
+        return counts - torch.searchsorted(diagonals, q_blocks - max(first, high), right=True)
+
+    def columns_counted(self, segment: int, pattern: int, q_blocks: Tensor, part: slice) -> Tensor:
+        """Column j counts for query block i iff block(j) < i and the diagonal i - block(j) is off."""
+        columns, diagonals = self.columns(segment, pattern)[part], self.diagonals(segment, pattern)
+        offset = q_blocks[:, None] - torch.div(columns, BLOCK, rounding_mode="floor")[None, :]
+        bitmap = torch.zeros(int(diagonals[-1]) + 2, dtype=torch.bool, device=q_blocks.device)
+        bitmap[diagonals] = True  # the last entry stays False, for offsets beyond the largest
+        return (offset > 0) & ~bitmap[offset.clamp(0, bitmap.numel() - 1)]
 
     def column_patterns(self) -> Tensor:
         """Pattern of each column, int64 ``[columns]``."""
@@ -142,21 +241,6 @@ def segment_of_blocks(segments: tuple[Segment, ...], blocks: Tensor) -> Tensor:
     return torch.searchsorted(ends, blocks, right=True)
 
 
-def diagonal_bitmap(diagonals: Tensor) -> Tensor:
-    """Bool ``[largest offset + 2]``: which offsets are active (the last entry is always False, for look-ups past the end)."""
-    largest = int(diagonals.max()) if diagonals.numel() else 0
-    bitmap = torch.zeros(largest + 2, dtype=torch.bool, device=diagonals.device)
-    bitmap[diagonals] = True
-    return bitmap
-
-
-def columns_counted(q_blocks: Tensor, columns: Tensor, diagonals: Tensor) -> Tensor:
-    """Bool ``[n, C]``: column j counts for query block i iff block(j) < i and the diagonal i - block(j) is off."""
-    offset = q_blocks[:, None] - torch.div(columns, BLOCK, rounding_mode="floor")[None, :]
-    bitmap = diagonal_bitmap(diagonals)
-    return (offset > 0) & ~bitmap[offset.clamp(0, bitmap.numel() - 1)]
-
-
 def mask(index: Index, head: int, q_tokens: Tensor, k_tokens: Tensor) -> Tensor:
     """The element-wise mask of one query head, bool ``[n, m]``: the definition that every fast path is tested against.
 
@@ -167,17 +251,16 @@ def mask(index: Index, head: int, q_tokens: Tensor, k_tokens: Tensor) -> Tensor:
     out = torch.zeros(q_tokens.numel(), k_tokens.numel(), dtype=torch.bool, device=q_tokens.device)
     q_blocks, k_blocks = q_tokens // BLOCK, k_tokens // BLOCK
     row_segments = segment_of_blocks(index.segments, q_blocks)
+    total = index.segments[-1].end
     for s in row_segments.unique().tolist():
         rows = (row_segments == s).nonzero().flatten()
-        diagonals = index.diagonals(s, pattern).to(q_tokens.device)
-        columns = index.columns(s, pattern).to(q_tokens.device)
-        offset = q_blocks[rows, None] - k_blocks[None, :]
-        bitmap = diagonal_bitmap(diagonals)
-        on_slash = (offset >= 0) & bitmap[offset.clamp(0, bitmap.numel() - 1)]
-        on_column = torch.isin(k_tokens, columns)[None, :] & (offset > 0)
-        in_document = k_blocks[None, :] >= index.segments[s].document_begin
-        causal = k_tokens[None, :] <= q_tokens[rows, None]
-        out[rows] = (on_slash | on_column) & in_document & causal
+        target, counts = index.key_blocks(s, pattern, q_blocks[rows])
+        whole = torch.zeros(rows.numel(), total + 1, dtype=torch.bool, device=q_tokens.device)
+        whole.scatter_(1, torch.where(counts, target, total), True)  # the last entry collects what does not count
+        columns = index.columns(s, pattern)
+        single = torch.zeros(rows.numel(), total * BLOCK, dtype=torch.bool, device=q_tokens.device)
+        single[:, columns] = index.columns_counted(s, pattern, q_blocks[rows], slice(0, columns.numel()))
+        out[rows] = (whole[:, k_blocks] | single[:, k_tokens]) & (k_tokens[None, :] <= q_tokens[rows, None])
     return out
 
 
@@ -188,23 +271,19 @@ def cost(index: Index, q_blocks: Tensor, k_blocks: tuple[int, int] | None = None
         q_blocks: global block numbers, int64 ``[n]``.
         k_blocks: only keys in blocks ``[begin, end)``; None for all.
     """
-    low, high = k_blocks if k_blocks is not None else (0, 1 << 62)
+    low, high = k_blocks if k_blocks is not None else (0, index.segments[-1].end)
     out = torch.zeros(index.patterns, q_blocks.numel(), dtype=torch.int64)
-    q_blocks = q_blocks.cpu()
     row_segments = segment_of_blocks(index.segments, q_blocks)
     for s in row_segments.unique().tolist():
         rows = (row_segments == s).nonzero().flatten()
         blocks = q_blocks[rows]
-        first = max(low, index.segments[s].document_begin)
         for p in range(index.patterns):
-            diagonals, columns = index.diagonals(s, p).cpu(), index.columns(s, p).cpu()
-            # diagonals are sorted: those that land in [first, high) are a run of them
-            slashes = torch.searchsorted(diagonals, blocks - first, right=True)
-            slashes -= torch.searchsorted(diagonals, blocks - max(first, high), right=True)
-            on_diagonal = (blocks >= low) & (blocks < high)
-            pairs = slashes * BLOCK * BLOCK - on_diagonal * (BLOCK * BLOCK - _DIAGONAL_PAIRS)
-            columns = columns[(columns // BLOCK >= low) & (columns // BLOCK < high)]
-            out[p, rows] = pairs + BLOCK * columns_counted(blocks, columns, diagonals).sum(1)
+            own = (blocks >= low) & (blocks < high)  # every query block reads its own, half of it
+            pairs = index.block_counts(s, p, blocks, low, high) * BLOCK * BLOCK - own * (BLOCK * BLOCK - _DIAGONAL_PAIRS)
+            column_blocks = index.columns(s, p) // BLOCK
+            inside = (column_blocks >= low) & (column_blocks < high)
+            counted = index.columns_counted(s, p, blocks, slice(0, column_blocks.numel()))
+            out[p, rows] = pairs + BLOCK * (counted & inside).sum(1)
     return out
 
 

@@ -71,7 +71,8 @@ def head_map(q: Tensor, k: Tensor, index: Index, *, head: int, scale: float, tit
         p = ((q[rows] @ k.T) * scale).masked_fill(future, float("-inf")).softmax(-1)
         segment = int(segment_of_blocks(index.segments, rows[:1] // BLOCK))
         offset = rows[:, None] // BLOCK - keys[None] // BLOCK
-        on_diagonal = torch.isin(offset, index.diagonals(segment, pattern)) & ~future
+        blocks, counts = index.key_blocks(segment, pattern, rows // BLOCK)
+        on_diagonal = ((keys // BLOCK == blocks[..., None]) & counts[..., None]).any(1) & ~future
         on_column = torch.isin(keys, index.columns(segment, pattern))[None] & (offset > 0) & ~on_diagonal
         attention[cell] = p.mean(0).view(cells, cell_tokens).sum(1)
         pooled[0, cell] = on_diagonal.float().mean(0).view(cells, cell_tokens).mean(1)

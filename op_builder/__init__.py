@@ -1,6 +1,14 @@
-"""Builders of the package's compiled kernels, in the manner of DeepSpeed's op builders.
+"""Builders of the compiled kernels, in DeepSpeed's manner.
 
-Imported as ``ds_sparse_ring.op_builder``. It holds no builder yet: the ``torch`` backend needs nothing compiled.
-
-This folder must never be installed as a top-level package ``op_builder``: DeepSpeed looks for one of that name.
+An op is compiled when it is first loaded (JIT) or ahead of time by ``DS_BUILD_OPS=1 pip install .``; `load` takes the prebuilt
+module if there is one. The sources are in ``ds_sparse_ring/csrc``.
 """
+
+from __future__ import annotations
+
+from ds_sparse_ring.op_builder.cpu_attention import CPUAttentionBuilder
+
+ALL_BUILDERS = (CPUAttentionBuilder,)
+"""Every op of this package, for reports and for building ahead of time."""
+
+__all__ = ["ALL_BUILDERS", "CPUAttentionBuilder"]

@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run DistributedTest classes under DeepSpeed's own harness; the tests/ folder of its repository",
     )
 
+    parser.addoption("--sanitize", action="store_true", help="run compiled kernels under sanitizers (make test-sanitize)")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
@@ -43,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("project")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.getoption("--sanitize"):
+        from deepspeed.ops.op_builder.builder import OpBuilder
+
+        from ds_sparse_ring.op_builder import CPUAttentionBuilder
+
+        # kernels ask for the op by its usual name, and get this one
+        OpBuilder._loaded_ops[CPUAttentionBuilder().name] = CPUAttentionBuilder(sanitize=True).load()
     if folder := config.getoption("--deepspeed-tests"):
         # Through the environment, because the ranks that DeepSpeed's harness starts import tests.common afresh.
         os.environ[DEEPSPEED_TESTS] = str(Path(folder).resolve())

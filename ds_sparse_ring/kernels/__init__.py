@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels.contract import ColumnKV, Kernel
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
@@ -10,11 +12,25 @@ __all__ = ["ColumnKV", "Kernel", "get_kernel"]
 
 
 def get_kernel(backend: str) -> Kernel:
-    """The kernel of a backend name; "auto" takes the best one that runs here.
+    """The kernel of a backend name. "auto": the C++ kernels on a CPU that can have them, else the reference.
 
     Raises:
-        SparseRingError: an unknown backend.
+        SparseRingError: an unknown backend, or one that cannot be had here.
     """
-    if backend in ("auto", "torch"):
+    if backend == "torch":
         return TorchKernel()
-    raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use 'auto' or 'torch'")
+    if backend not in ("auto", "cpu"):
+        raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use 'auto', 'cpu' or 'torch'")
+    from ds_sparse_ring.op_builder import CPUAttentionBuilder  # imports DeepSpeed
+
+    builder = CPUAttentionBuilder()
+    if backend == "auto" and (torch.cuda.is_available() or not (builder.is_prebuilt() or builder.is_compatible())):
+        return TorchKernel()
+    from ds_sparse_ring.kernels.cpu import CPUKernel
+
+    try:
+        return CPUKernel()
+    except RuntimeError as error:
+        raise SparseRingError(
+            f'sparse_ring.backend: the CPU kernels could not be built: {error}. Set "backend": "torch" to do without them'
+        ) from error

@@ -1,7 +1,7 @@
 """The reference backend: vertical-slash attention in plain PyTorch, to learn the method from and to test the others against.
 
 For each segment and pattern the span's query blocks are taken in tiles. A tile's work is a list of *slices* of at most
-``TILE_ELEMENTS`` scores: either the key blocks on its diagonals (gathered, one list per query block, because a diagonal meets
+``TILE_ELEMENTS`` scores: either the key blocks that it reads (gathered, one list per query block, because a diagonal meets
 another key block in each) or the columns (the same compact keys for all). Forward merges each slice by its log-sum-exp;
 backward recomputes its probabilities from the final one. Only active blocks are computed, in the accumulator's dtype.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.index import Index, columns_counted
+from ds_sparse_ring.index import Index
 from ds_sparse_ring.kernels.contract import ColumnKV, accumulator_dtype, merge
 from ds_sparse_ring.layout import BLOCK, BlockMap
 
@@ -153,29 +153,30 @@ def _tiles(q: Tensor, k: Tensor, q_map: BlockMap, index: Index) -> Iterator[_Til
 def _slices(tile: _Tile, q_map: BlockMap, k_map: BlockMap, k_blocks: int, index: Index, with_columns: bool) -> Iterator[_Slice]:
     """The active keys of a tile in slices of at most TILE_ELEMENTS scores (at least one diagonal or column each)."""
     q_blocks = q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop))
-    diagonals = index.diagonals(tile.segment, tile.pattern)
     per_key = len(tile.rows) * index.heads_per_pattern * BLOCK
 
-    target = q_blocks[:, None] - diagonals[None, :]  # [b, L]: the key block on each diagonal
+    target, counts = index.key_blocks(tile.segment, tile.pattern, q_blocks)  # [b, L]
     local, present = k_map.to_local(target, k_blocks)
-    present &= target >= index.segments[tile.segment].document_begin
+    present &= counts
     met = present.any(0)  # only every R-th diagonal meets a pair of ranks of a striped ring
-    local, present, offsets = local[:, met], present[:, met], diagonals[met]
+    local, present, earlier = local[:, met], present[:, met], (target < q_blocks[:, None])[:, met]
     triangle = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
     step = max(1, TILE_ELEMENTS // (per_key * BLOCK))
-    for begin in range(0, offsets.numel(), step):
+    for begin in range(0, local.shape[1], step):
         part = slice(begin, begin + step)
-        visible = present[:, None, part, None] & ((offsets[part] > 0)[None, :, None] | triangle[:, None, :])
+        visible = present[:, None, part, None] & (earlier[:, None, part, None] | triangle[None, :, None, :])
         yield _Slice(local[:, part], slice(0, 0), visible.flatten(2)[:, None])  # [b, 1, T, L * T]
 
     if not with_columns:
         return
-    columns, at = index.columns(tile.segment, tile.pattern), index.column_slice(tile.segment, tile.pattern).start
+    columns = index.column_slice(tile.segment, tile.pattern)
     step = max(1, TILE_ELEMENTS // per_key)
-    for begin in range(0, columns.numel(), step):
-        counted = columns_counted(q_blocks, columns[begin : begin + step], diagonals)
+    for begin in range(0, columns.stop - columns.start, step):
+        part = slice(begin, begin + step)
+        counted = index.columns_counted(tile.segment, tile.pattern, q_blocks, part)
         if counted.any():
-            yield _Slice(None, slice(at + begin, at + begin + counted.shape[1]), counted[:, None, None, :])
+            at = columns.start + begin
+            yield _Slice(None, slice(at, at + counted.shape[1]), counted[:, None, None, :])
 
 
 def _scores(tile: _Tile, keys: _Slice, q: Tensor, k: Tensor, columns: ColumnKV | None, scale: float, acc: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
-from ds_sparse_ring.index import Index, VerticalSlash, mask
+from ds_sparse_ring.index import BlockLists, Index, VerticalSlash, mask
 from ds_sparse_ring.runtime import SparseRing
 
 
@@ -47,6 +47,20 @@ def random_index(
     return VerticalSlash.from_keys(
         sequence.segments, patterns, heads_per_pattern, torch.cat(diagonal_pairs), torch.cat(column_pairs)
     )
+
+
+def random_block_lists(sequence: Sequence, patterns: int, heads_per_pattern: int, *, share: float, seed: int = 0) -> BlockLists:
+    """A random share of the earlier blocks of each query block's document, another one for each pattern."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = sequence.layout.blocks
+    pairs = [torch.empty(0, 2, dtype=torch.int64)]
+    for segment in sequence.segments:
+        for pattern in range(patterns):
+            for q_block in range(segment.begin, segment.end):
+                earlier = torch.arange(segment.document_begin, q_block)
+                chosen = earlier[torch.rand(earlier.shape, generator=generator) < share]
+                pairs.append(torch.stack([torch.full_like(chosen, pattern * blocks + q_block), chosen], 1))
+    return BlockLists.from_keys(sequence.segments, patterns, heads_per_pattern, torch.cat(pairs))
 
 
 def packed_batch(lengths: list[int], *, vocabulary: int = 97, seed: int = 0) -> dict[str, Tensor]:

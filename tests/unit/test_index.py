@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.documents import make_segments
-from ds_sparse_ring.index import FullIndex, VerticalSlash, causal_cost, cost, density, mask
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import BlockLists, FullIndex, VerticalSlash, causal_cost, cost, density, mask
 
-from .reference import dense_mask, packed_batch, random_index
+from .reference import dense_mask, packed_batch, random_block_lists, random_index
 
 lengths_strategy = st.lists(st.integers(1, 400), min_size=1, max_size=3)
 
@@ -91,3 +93,30 @@ def test_heads_of_a_pattern_share_it() -> None:
     tokens = torch.arange(sequence.layout.blocks * 64)
     assert torch.equal(mask(index, 0, tokens, tokens), mask(index, 1, tokens, tokens))
     assert not torch.equal(mask(index, 1, tokens, tokens), mask(index, 2, tokens, tokens))
+
+
+@given(lengths_strategy, st.integers(0, 1000), st.integers(0, 6), st.integers(0, 6))
+@settings(max_examples=15, deadline=None)
+def test_block_lists_mean_what_they_say(lengths: list[int], seed: int, low: int, size: int) -> None:
+    sequence = _sequence(lengths, ranks=2)
+    index = random_block_lists(sequence, 2, 2, share=0.3, seed=seed)
+    blocks = sequence.layout.blocks
+    visible = dense_mask(index, 4, blocks * 64)
+    for pattern in range(2):
+        for q_block in range(blocks):
+            row = pattern * blocks + q_block
+            listed = index.block_values[index.block_ptr[row] : index.block_ptr[row + 1]].tolist()
+            seen = visible[2 * pattern, q_block * 64 + 63].unflatten(0, (-1, 64))
+            assert seen.all(1).nonzero().flatten().tolist() == listed
+            assert seen.any(1).sum() == len(listed)
+    per_block = visible[::2].unflatten(1, (-1, 64)).sum(2)
+    high = max(low, min(low + size, blocks))
+    assert torch.equal(cost(index, torch.arange(blocks)), per_block.sum(-1))
+    assert torch.equal(cost(index, torch.arange(blocks), (low, high)), per_block[..., low * 64 : high * 64].sum(-1))
+
+
+def test_block_lists_of_the_future_or_another_document_are_refused() -> None:
+    segments = make_segments([128, 128], 4, None)
+    for row, key in ((1, 2), (2, 1)):
+        with pytest.raises(SparseRingError, match=f"query block {row} cannot read key block {key}"):
+            BlockLists.from_keys(segments, 1, 1, torch.tensor([[row, key]]))

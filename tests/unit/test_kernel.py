@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -9,11 +12,13 @@ from ds_sparse_ring.batch import Sequence, shard_batch
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.kernels import ColumnKV, Kernel, get_kernel, torch_reference
 from ds_sparse_ring.kernels.contract import accumulator_dtype, merge
+from ds_sparse_ring.kernels.cpu import CPUKernel
 from ds_sparse_ring.layout import BlockMap
 
-from .reference import dense_mask, global_qkv, masked_attention, packed_batch, random_index
+from .reference import dense_mask, global_qkv, masked_attention, packed_batch, random_block_lists, random_index
 
-BACKENDS = ["torch"]
+BACKENDS = ["torch", "cpu"]
+INSTRUCTION_SETS = ["avx512", "avx2", "baseline"]
 SHAPES = [
     # document lengths, query heads, KV heads, heads per pattern, head size
     pytest.param([1], 1, 1, 1, 16, id="one-token"),
@@ -27,9 +32,31 @@ SHAPES = [
 ]
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _gradient(q: torch.Tensor) -> torch.Tensor:
+    return torch.randn(q.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(q.dtype)
+
+
 def _sequence(lengths: list[int]) -> Sequence:
     batch = packed_batch(lengths)
     return shard_batch(batch, kind="striped", ranks=1, rank=0, segment_tokens=128)["sparse_ring"]
+
+
+def _index(kind: str, sequence: Sequence, patterns: int, shared: int) -> Index:
+    if kind == "full":
+        return FullIndex(sequence.segments, patterns, shared)
+    if kind == "block-lists":
+        return random_block_lists(sequence, patterns, shared, share=0.4)
+    return random_index(sequence, patterns, shared, columns=70, diagonals=3)
 
 
 def _columns(k: torch.Tensor, v: torch.Tensor, index: Index, heads: int) -> ColumnKV | None:
@@ -51,33 +78,29 @@ def _run(kernel: Kernel, q, k, v, do, index: Index, scale: float):
     kernel.backward(q, k, v, do, lse, delta, identity, identity, index, scale, dq, dk, dv, columns, d_columns)
     if isinstance(index, VerticalSlash) and d_columns is not None:
         kv_head = index.column_patterns() * index.heads_per_pattern // (q.shape[0] // k.shape[0])
-        dk.index_put_((kv_head, index.column_values), d_columns.k, accumulate=True)
-        dv.index_put_((kv_head, index.column_values), d_columns.v, accumulate=True)
+        place = kv_head * dk.shape[1] + index.column_values
+        dk.flatten(0, 1).index_add_(0, place, d_columns.k)
+        dv.flatten(0, 1).index_add_(0, place, d_columns.v)
     return o, lse, dq, dk, dv
 
 
 def _reference(q, k, v, do, visible, scale: float, dtype: torch.dtype):
-    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v))
     o = masked_attention(q, k, v, visible, scale)
     o.backward(do.to(dtype))
     return o.detach(), q.grad, k.grad, v.grad
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("full", [False, True], ids=["sparse", "full"])
+@pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "shared", "head_size"), SHAPES)
 def test_float64_results_equal_dense_masked_attention(
-    backend: str, full: bool, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
+    backend: str, kind: str, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
 ) -> None:
     sequence = _sequence(lengths)
-    patterns = heads // shared
-    index: Index = (
-        FullIndex(sequence.segments, patterns, shared)
-        if full
-        else random_index(sequence, patterns, shared, columns=7, diagonals=3)
-    )
+    index = _index(kind, sequence, heads // shared, shared)
     q, k, v = global_qkv(sequence, heads, kv_heads, head_size)
-    do, scale = torch.randn_like(q), head_size**-0.5
+    do, scale = _gradient(q), head_size**-0.5
     visible = dense_mask(index, heads, q.shape[1])
     o, lse, *grads = _run(get_kernel(backend), q, k, v, do, index, scale)
     expected_o, *expected = _reference(q, k, v, do, visible, scale, torch.float64)
@@ -90,19 +113,46 @@ def test_float64_results_equal_dense_masked_attention(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128, 256])
 def test_error_is_at_most_twice_that_of_pytorch_in_the_same_dtype(backend: str, dtype: torch.dtype, head_size: int) -> None:
-    sequence = _sequence([700])
-    index = random_index(sequence, 4, 1, columns=40, diagonals=6)
-    q, k, v = (x.to(dtype) for x in global_qkv(sequence, 4, 2, head_size))
-    do, scale = torch.randn_like(q), head_size**-0.5
-    visible = dense_mask(index, 4, q.shape[1])
+    _check_errors(get_kernel(backend), "vertical-slash", [700], 4, 2, 1, dtype, head_size)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "shared", "head_size"), SHAPES)
+def test_cpu_kernels_of_every_instruction_set_and_index_err_no_more_than_pytorch(
+    instruction_set: str, kind: str, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
+) -> None:
+    if INSTRUCTION_SETS.index(instruction_set) < INSTRUCTION_SETS.index(torch.ops.ds_sparse_ring_cpu.best_isa()):
+        pytest.skip(f"this processor has no {instruction_set}")
+    kernel = CPUKernel(instruction_set=instruction_set)
+    _check_errors(kernel, kind, lengths, heads, kv_heads, shared, torch.float32, head_size)
+
+
+def _check_errors(
+    kernel: Kernel,
+    kind: str,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    shared: int,
+    dtype: torch.dtype,
+    head_size: int,
+) -> None:
+    sequence = _sequence(lengths)
+    index = _index(kind, sequence, heads // shared, shared)
+    q, k, v = (x.to(dtype) for x in global_qkv(sequence, heads, kv_heads, head_size))
+    do, scale = _gradient(q), head_size**-0.5
+    visible = dense_mask(index, heads, q.shape[1])
     exact = _reference(q, k, v, do, visible, scale, torch.float64)
     in_dtype = _reference(q, k, v, do, visible, scale, dtype)
-    o, _, *grads = _run(get_kernel(backend), q, k, v, do, index, scale)
+    o, _, *grads = _run(kernel, q, k, v, do, index, scale)
     for got, same, true in zip([o, *grads], in_dtype, exact, strict=True):
-        error, bound = (got.double() - true).abs().max(), 2 * (same.double() - true).abs().max()
-        assert error <= max(bound, 1e-6), (float(error), float(bound))
+        error, in_same = got.double() - true, same.double() - true
+        assert error.square().mean() <= 4 * in_same.square().mean(), "root mean square error above twice PyTorch's"
+        # the largest of thousands of rounding errors is noise: a wider bound, and never below the last place of an entry
+        assert error.abs().max() <= max(4 * in_same.abs().max(), torch.finfo(dtype).eps * true.abs().max())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -111,7 +161,7 @@ def test_huge_logits_stay_finite_and_right(backend: str, size: float) -> None:
     sequence = _sequence([500])
     index = random_index(sequence, 2, 1, columns=9, diagonals=4)
     q, k, v = global_qkv(sequence, 2, 1, 16)
-    q, do = q * size, torch.randn_like(q)
+    q, do = q * size, _gradient(q)
     visible = dense_mask(index, 2, q.shape[1])
     results = _run(get_kernel(backend), q.float(), k.float(), v.float(), do.float(), index, 0.25)
     assert all(torch.isfinite(x).all() for x in results)
@@ -124,11 +174,12 @@ def test_huge_logits_stay_finite_and_right(backend: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: str, dtype: torch.dtype) -> None:
     """The keys of a later part of the sequence hold nothing for earlier queries (every ring hop has such rows)."""
     sequence = _sequence([512])
     index = FullIndex(sequence.segments, 2)
-    q, k, v = (x[:, :256] for x in global_qkv(sequence, 2, 1, 16))
+    q, k, v = (x[:, :256] for x in global_qkv(sequence, 2, 1, 16, dtype=dtype))
     o, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=q.dtype)
     queries, keys = BlockMap(1, 0), BlockMap(1, 2)  # queries are blocks 0..3, keys blocks 2..5
     kernel = get_kernel(backend)
@@ -143,11 +194,12 @@ def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: st
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pieces_in_any_order_merge_to_the_whole(backend: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+def test_pieces_in_any_order_merge_to_the_whole(backend: str, dtype: torch.dtype, tolerance: float) -> None:
     """Key ranges with signed offsets, as host chunks have them, and strided maps, as a ring has."""
     sequence = _sequence([640])
     index = random_index(sequence, 2, 1, columns=11, diagonals=4)
-    q, k, v = global_qkv(sequence, 2, 2, 32)
+    q, k, v = global_qkv(sequence, 2, 2, 32, dtype=dtype)
     kernel, scale = get_kernel(backend), 32**-0.5
     whole, whole_lse, *_ = _run(kernel, q, k, v, torch.zeros_like(q), index, scale)
     columns = _columns(k, v, index, 2)
@@ -164,34 +216,35 @@ def test_pieces_in_any_order_merge_to_the_whole(backend: str) -> None:
                 piece_o, piece_lse, columns if residue == 0 else None,
             )  # fmt: skip
             o_blocks[:, rows], lse_blocks[:, rows] = piece_o.unflatten(1, (-1, 64)), piece_lse.unflatten(1, (-1, 64))
-    torch.testing.assert_close(o, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(o, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, whole_lse, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_inputs_are_read_where_they_are(backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_strided_inputs_are_read_where_they_are(backend: str, dtype: torch.dtype) -> None:
     sequence = _sequence([256])
     index = random_index(sequence, 2, 1, columns=5, diagonals=2)
-    q, k, v = global_qkv(sequence, 2, 1, 16)
-    wide = torch.randn(256, 7, 3, 16, dtype=torch.float64)
+    q, k, v = global_qkv(sequence, 2, 1, 16, dtype=dtype)
+    wide = torch.randn(256, 7, 3, 16, dtype=dtype)
 
     def strided(x: torch.Tensor) -> torch.Tensor:
         view = wide.clone().permute(1, 0, 2, 3)[: x.shape[0], :, 1]
         view.copy_(x)
         return view
 
-    do = torch.randn_like(q)
+    do = _gradient(q)
     plain = _run(get_kernel(backend), q, k, v, do, index, 0.25)
     from_strided = _run(get_kernel(backend), strided(q), strided(k), strided(v), strided(do), index, 0.25)
     for a, b in zip(plain, from_strided, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+        assert torch.equal(a, b)
 
 
 def test_the_reference_does_not_depend_on_its_tile_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = _sequence([640])
     index = random_index(sequence, 2, 1, columns=150, diagonals=8)
     q, k, v = global_qkv(sequence, 2, 1, 16)
-    do = torch.randn_like(q)
+    do = _gradient(q)
     whole = _run(get_kernel("torch"), q, k, v, do, index, 0.25)
     monkeypatch.setattr(torch_reference, "TILE_ELEMENTS", 1)
     for a, b in zip(whole, _run(get_kernel("torch"), q, k, v, do, index, 0.25), strict=True):
@@ -207,3 +260,39 @@ def test_merging_two_empty_rows_gives_an_empty_row_and_gaps_do_not_overflow() ->
     merge(o_acc, lse_acc, o, lse)
     assert o_acc.flatten().tolist() == [0.0, 7.0, 1.0, 5.0, 4.0]
     assert lse_acc.tolist() == pytest.approx([-infinity, 3.0, 500.0, 600.0, 2.0 + torch.tensor(2.0).log().item()])
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_cpu_kernels_give_the_same_bits_on_every_run(threads: int) -> None:
+    sequence = _sequence([1000])
+    index = random_index(sequence, 4, 1, columns=90, diagonals=5)
+    q, k, v = global_qkv(sequence, 4, 2, 64, dtype=torch.float32)
+    with _threads(threads):
+        first, *others = (_run(get_kernel("cpu"), q, k, v, _gradient(q), index, 0.125) for _ in range(5))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_cpu_kernels_are_right_on_any_number_of_threads(threads: int) -> None:
+    sequence = _sequence([500])
+    index = random_index(sequence, 6, 1, columns=90, diagonals=5)
+    q, k, v = global_qkv(sequence, 6, 3, 32, dtype=torch.float32)
+    expected = _run(get_kernel("torch"), q, k, v, _gradient(q), index, 0.125)
+    with _threads(threads):
+        got = _run(get_kernel("cpu"), q, k, v, _gradient(q), index, 0.125)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("instruction_set", "patterns", "q_start", "message"),
+    [("", 3, 0, "another number of heads"), ("", 2, 5, "outside of the segments"), ("neon", 2, 0, "instruction set")],
+)
+def test_the_cpu_kernels_refuse_what_they_would_read_wrongly(
+    instruction_set: str, patterns: int, q_start: int, message: str
+) -> None:
+    index = FullIndex(_sequence([128]).segments, patterns)
+    q, kv, lse = torch.zeros(2, 128, 16), torch.zeros(1, 128, 16), torch.zeros(2, 128)
+    kernel = CPUKernel(instruction_set=instruction_set)
+    with pytest.raises(RuntimeError, match=message):
+        kernel.forward(q, kv, kv, BlockMap(1, q_start), BlockMap(1, 0), index, 1.0, torch.zeros_like(q), lse)

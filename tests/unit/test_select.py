@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_sparse_ring.config import FixedSelector, FullSelector, PriceSelector, TopPSelector
+from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, VerticalSlash, density
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
@@ -14,6 +15,12 @@ from ds_sparse_ring.select.recall import kept_mass, sampled_groups
 from .reference import bound, dense_mask, global_qkv
 
 SCALE = 0.25
+
+
+def _selected(q: torch.Tensor, k: torch.Tensor, context: SequenceContext) -> VerticalSlash:
+    index = select_index(q, k, context, scale=SCALE)
+    assert isinstance(index, VerticalSlash)
+    return index
 
 
 def _dense_probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -78,10 +85,9 @@ def test_price_selection_equals_a_calculation_entry_by_entry(probe: str, lengths
         lengths, segment_tokens=192, probe=probe, probe_tokens=40, selector={"kind": "price", "price": price}
     )
     q, k, _ = _peaked(sequence, 2, 1)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     full = dense_mask(FullIndex(sequence.segments, 2), 2, q.shape[1])
     p = _dense_probabilities(q, k, full)
-    assert isinstance(index, VerticalSlash)
     found_columns = 0
     for pattern in range(2):
         for s, (diagonals, columns) in enumerate(_price_by_hand(sequence, context.config, p[pattern], price)):
@@ -96,7 +102,7 @@ def test_a_lower_price_keeps_everything_a_higher_one_keeps_of_columns_and_recall
     for price in (1e-1, 5e-3, 1e-3, 1e-5):
         _, sequence, context = bound([600], segment_tokens=192, selector={"kind": "price", "price": price})
         q, k, _ = _peaked(sequence, 4, 2)
-        index = select_index(q, k, context, scale=SCALE)
+        index = _selected(q, k, context)
         recalls.append(float(estimated_recall(q, k, index, context, scale=SCALE).mean()))
         densities.append(float(density(index).mean()))
     assert recalls == sorted(recalls) and densities == sorted(densities)
@@ -106,7 +112,7 @@ def test_a_lower_price_keeps_everything_a_higher_one_keeps_of_columns_and_recall
 def test_recall_is_the_dense_probability_that_the_mask_keeps() -> None:
     _, sequence, context = bound([300, 200], segment_tokens=128, heads_per_pattern=2)
     q, k, _ = _peaked(sequence, 4, 2)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     full = dense_mask(FullIndex(sequence.segments, 4), 4, q.shape[1])
     kept = (_dense_probabilities(q, k, full) * dense_mask(index, 4, q.shape[1])).sum(-1)  # [H, N]
     groups = sampled_groups(context, 50)
@@ -123,7 +129,7 @@ def test_recall_is_the_dense_probability_that_the_mask_keeps() -> None:
 def test_top_p_keeps_the_fewest_columns_that_reach_p(p: float) -> None:
     _, sequence, context = bound([400], segment_tokens=None, sink_tokens=0, local_blocks=1, selector={"kind": "top_p", "p": p})
     q, k, _ = _peaked(sequence, 2, 1)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     full = dense_mask(FullIndex(sequence.segments, 2), 2, q.shape[1])
     mass = _dense_probabilities(q, k, full)[:, 400 - 64 : 400].mean(1)  # [P, N]
     for pattern in range(2):
@@ -145,7 +151,7 @@ def test_top_p_slashes_become_the_block_diagonals_they_touch() -> None:
     for offset, expected in ((64 * 3, [0, 3]), (64 * 2 + 5, [0, 2, 3]), (0, [0])):
         shifted = torch.zeros_like(k)
         shifted[:, offset:] = k[:, : k.shape[1] - offset]
-        index = select_index(shifted * 30, k, context, scale=SCALE)
+        index = _selected(shifted * 30, k, context)
         assert index.diagonals(0, 0).tolist() == expected
         assert index.columns(0, 0).tolist() == [0, 1, 2, 3], "only the sinks"
 
@@ -155,11 +161,11 @@ def test_fixed_budgets_are_met_exactly_and_bounds_hold() -> None:
         [600], segment_tokens=None, sink_tokens=0, selector={"kind": "fixed", "columns": 17, "slashes": 1}
     )
     q, k, _ = _peaked(sequence, 2, 1)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     assert [index.columns(0, p).numel() for p in range(2)] == [17, 17]
     selector = {"kind": "top_p", "p": 0.5, "min_columns": 300, "max_slashes": 0}
     _, sequence, context = bound([600], segment_tokens=None, sink_tokens=0, selector=selector)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     assert [index.columns(0, p).numel() for p in range(2)] == [300, 300]
     assert index.diagonals(0, 0).tolist() == [0, 1]
 
@@ -173,8 +179,7 @@ def test_constant_keys_are_tied_and_the_lowest_index_wins(selector) -> None:
     _, sequence, context = bound([640], segment_tokens=None, sink_tokens=0, selector=selector)
     q, k, _ = global_qkv(sequence, 2, 1, 16)
     k = torch.ones_like(k)
-    first, second = (select_index(q, k, context, scale=SCALE) for _ in range(2))
-    assert isinstance(first, VerticalSlash) and isinstance(second, VerticalSlash)
+    first, second = (_selected(q, k, context) for _ in range(2))
     assert first.equal(second)
     if not isinstance(selector, PriceSelector):
         # keys before the probe's own block carry equal mass: the first ones are taken
@@ -186,7 +191,7 @@ def test_one_huge_key_is_the_column() -> None:
     q, k, _ = global_qkv(sequence, 1, 1, 16)
     q = q.abs()
     k[:, 100] = 1e4
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     last = len(sequence.segments) - 1
     assert index.columns(last, 0).tolist() == [100]
     assert index.diagonals(last, 0).tolist() == [0, 1]
@@ -206,10 +211,10 @@ def test_the_previous_probe_is_strictly_causal() -> None:
     config = {"segment_tokens": 128, "probe": "previous", "selector": {"kind": "price", "price": 1e-3}}
     _, sequence, context = bound([640], **config)
     q, k, _ = _peaked(sequence, 2, 1)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     changed_q, changed_k = q.clone(), k.clone()
     changed_q[:, 384:], changed_k[:, 384:] = -q[:, 384:], 2 * k[:, 384:]
-    changed = select_index(changed_q, changed_k, context, scale=SCALE)
+    changed = _selected(changed_q, changed_k, context)
     for s in range(4):  # segments 0..2 lie before token 384, segment 3 starts there
         assert torch.equal(index.diagonals(s, 0), changed.diagonals(s, 0))
         assert torch.equal(index.columns(s, 0), changed.columns(s, 0))
@@ -221,7 +226,7 @@ def test_forced_entries_are_always_there() -> None:
     config = {"segment_tokens": 128, "local_blocks": 3, "sink_tokens": 5, "selector": {"kind": "price", "price": 0.9}}
     _, sequence, context = bound([300, 200], **config)
     q, k, _ = global_qkv(sequence, 2, 1, 16)
-    index = select_index(q, k, context, scale=SCALE)
+    index = _selected(q, k, context)
     for s, segment in enumerate(sequence.segments):
         if not segment.is_padding:
             reach = min(3, segment.end - segment.document_begin)

@@ -1,0 +1,138 @@
+"""The C++ backend for CPUs: the kernel contract over ``torch.ops.ds_sparse_ring_cpu``, see ``csrc/cpu``.
+
+The kernels compute in float32. bfloat16 is converted on the way in, as the reference does. float64 and float16 are left to the
+reference: they are for tests, and exact there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash
+from ds_sparse_ring.kernels.contract import ColumnKV
+from ds_sparse_ring.kernels.torch_reference import TorchKernel
+from ds_sparse_ring.layout import BlockMap
+from ds_sparse_ring.op_builder import CPUAttentionBuilder
+
+_ALIGNMENT = 16  # head sizes are padded to full vectors
+_COMPILED = (torch.float32, torch.bfloat16)
+
+
+class CPUKernel:
+    """The kernel contract in C++ with OpenMP and AVX-512, AVX2 or neither, whichever the processor has."""
+
+    name = "cpu"
+
+    def __init__(self, *, instruction_set: str = "") -> None:
+        """Load the op, compiling it if that has not been done yet (about half a minute).
+
+        Args:
+            instruction_set: "avx512", "avx2" or "baseline"; the best one by default.
+
+        Raises:
+            RuntimeError: it cannot be compiled here.
+        """
+        CPUAttentionBuilder().load()
+        self._op: Any = torch.ops.ds_sparse_ring_cpu
+        self._instruction_set = instruction_set
+        self._reference = TorchKernel()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        o_acc: Tensor,
+        lse_acc: Tensor,
+        columns: ColumnKV | None = None,
+    ) -> None:
+        """See `Kernel.forward`."""
+        if q.dtype not in _COMPILED:
+            return self._reference.forward(q, k, v, q_map, k_map, index, scale, o_acc, lse_acc, columns)
+        o, lse = _padded(o_acc), lse_acc.contiguous()
+        self._op.forward(
+            *_call(q, k, v), *_geometry(q_map, k_map, index), scale, *_columns(columns), o, lse, self._instruction_set
+        )
+        _copy_back((o_acc, o), (lse_acc, lse))
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        q_map: BlockMap,
+        k_map: BlockMap,
+        index: Index,
+        scale: float,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        columns: ColumnKV | None = None,
+        d_columns: ColumnKV | None = None,
+    ) -> None:
+        """See `Kernel.backward`."""
+        if q.dtype not in _COMPILED:
+            return self._reference.backward(q, k, v, do, lse, delta, q_map, k_map, index, scale, dq, dk, dv, columns, d_columns)
+        out = [_padded(x) for x in (dq, dk, dv)]
+        column_out = _columns(d_columns)
+        self._op.backward(
+            *_call(q, k, v, do),
+            lse.contiguous(),
+            delta.contiguous(),
+            *_geometry(q_map, k_map, index),
+            scale,
+            *_columns(columns),
+            *out,
+            *column_out,
+            self._instruction_set,
+        )
+        _copy_back(*zip((dq, dk, dv), out, strict=True))
+        if d_columns is not None:
+            _copy_back(*zip((d_columns.k, d_columns.v), column_out, strict=True))
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Contiguous float32 with a head size that is a multiple of 16; ``x`` itself if it is that already."""
+    missing = -x.shape[-1] % _ALIGNMENT
+    return F.pad(x.float(), (0, missing)) if missing else x.float().contiguous()
+
+
+def _call(*tensors: Tensor) -> list[Tensor]:
+    return [_padded(x) for x in tensors]
+
+
+def _columns(columns: ColumnKV | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if columns is None else (_padded(columns.k), _padded(columns.v))
+
+
+def _copy_back(*pairs: tuple[Tensor, Tensor | None]) -> None:
+    """What the op wrote into a padded or contiguous copy goes where the caller wants it."""
+    for wanted, written in pairs:
+        if written is not None and written is not wanted:
+            wanted.copy_(written[..., : wanted.shape[-1]])
+
+
+def _geometry(q_map: BlockMap, k_map: BlockMap, index: Index) -> tuple[list[int], list[int], list[Tensor]]:
+    """Maps, shape and tensors of the index, as the op takes them (see ``make_problem`` in bindings.cpp)."""
+    segments = torch.tensor([[s.begin, s.end, s.document_begin, int(s.is_padding)] for s in index.segments])
+    if isinstance(index, FullIndex):
+        kind, tensors = 0, []
+    elif isinstance(index, VerticalSlash):
+        kind, tensors = 1, [index.diagonal_ptr, index.diagonal_values, index.column_ptr, index.column_values]
+    elif isinstance(index, BlockLists):
+        kind, tensors = 2, [index.block_ptr, index.block_values]
+    else:
+        raise TypeError(f"the CPU kernel does not know {type(index).__name__}")
+    maps = [q_map.stride, q_map.start, k_map.stride, k_map.start]
+    return maps, [kind, index.patterns, index.heads_per_pattern, index.segments[-1].end], [segments, *tensors]

@@ -1,0 +1,40 @@
+"""Builds the compiled kernels ahead of time when asked to: ``DS_BUILD_OPS=1 pip install --no-build-isolation .``
+
+Everything else about the package stands in setup.cfg. As in DeepSpeed, an op's own variable (its builder's BUILD_VAR) set to 0
+leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def compiled_ops() -> dict:
+    """Arguments of ``setup`` for the ops to build."""
+    if os.environ.get("DS_BUILD_OPS", "0") != "1":
+        return {}
+    sys.path.insert(0, str(ROOT))
+    import ds_sparse_ring
+
+    ds_sparse_ring.__path__.append(str(ROOT))  # where op_builder/ lies before it is installed into the package
+    from torch.utils.cpp_extension import BuildExtension
+
+    from ds_sparse_ring.op_builder import ALL_BUILDERS
+
+    modules = []
+    for builder in (make() for make in ALL_BUILDERS):
+        if os.environ.get(builder.BUILD_VAR, "1") == "0":
+            continue
+        if not builder.is_compatible(verbose=True):
+            raise SystemExit(f"{builder.NAME} cannot be built here: {builder.error_log}. Leave it out with {builder.BUILD_VAR}=0")
+        modules.append(builder.builder())
+    return {"ext_modules": modules, "cmdclass": {"build_ext": BuildExtension}}
+
+
+setup(**compiled_ops())
