@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_sparse_ring.comm import TAG_DKV, TAG_KV
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, cost, density
-from ds_sparse_ring.kernels import ColumnKV
+from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.plan import ring_plan
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
@@ -160,10 +160,7 @@ def ring_forward(
                 q[:, rows],
                 kv[0][:, keys],
                 kv[1][:, keys],
-                q_span.map,
-                k_span.map,
-                index,
-                scale,
+                Work(q_span.map, k_span.map, index, scale),
                 o[:, rows],
                 lse[:, rows],
                 # the columns are one local task per query span: done with its own keys
@@ -209,10 +206,7 @@ def ring_backward(
                 do[:, rows],
                 lse[:, rows],
                 delta[:, rows],
-                q_span.map,
-                k_span.map,
-                index,
-                scale,
+                Work(q_span.map, k_span.map, index, scale),
                 dq[:, rows],
                 dkv[0][:, keys],
                 dkv[1][:, keys],

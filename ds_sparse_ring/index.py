@@ -28,6 +28,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import BLOCK
 
 _DIAGONAL_PAIRS = BLOCK * (BLOCK + 1) // 2
+_VALUE_BITS = 40  # of tokens or blocks: a million million of them; 23 bits are left for rows
 
 
 class Index(Protocol):
@@ -228,11 +229,12 @@ class VerticalSlash:
 
 
 def _compressed_rows(pairs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    pairs = torch.unique(pairs, dim=0) if pairs.numel() else pairs.reshape(0, 2)
-    counts = torch.bincount(pairs[:, 0], minlength=rows)
+    # one integer per pair: sorting those is far cheaper than sorting pairs
+    keys = torch.unique((pairs[:, 0] << _VALUE_BITS) | pairs[:, 1])
+    counts = torch.bincount(keys >> _VALUE_BITS, minlength=rows)
     ptr = torch.zeros(rows + 1, dtype=torch.int64, device=pairs.device)
     torch.cumsum(counts, 0, out=ptr[1:])
-    return ptr, pairs[:, 1].contiguous()
+    return ptr, keys & ((1 << _VALUE_BITS) - 1)
 
 
 def segment_of_blocks(segments: tuple[Segment, ...], blocks: Tensor) -> Tensor:
@@ -254,13 +256,15 @@ def mask(index: Index, head: int, q_tokens: Tensor, k_tokens: Tensor) -> Tensor:
     total = index.segments[-1].end
     for s in row_segments.unique().tolist():
         rows = (row_segments == s).nonzero().flatten()
-        target, counts = index.key_blocks(s, pattern, q_blocks[rows])
-        whole = torch.zeros(rows.numel(), total + 1, dtype=torch.bool, device=q_tokens.device)
+        blocks, block_of_row = q_blocks[rows].unique(return_inverse=True)
+        target, counts = index.key_blocks(s, pattern, blocks)
+        whole = torch.zeros(blocks.numel(), total + 1, dtype=torch.bool, device=q_tokens.device)
         whole.scatter_(1, torch.where(counts, target, total), True)  # the last entry collects what does not count
         columns = index.columns(s, pattern)
-        single = torch.zeros(rows.numel(), total * BLOCK, dtype=torch.bool, device=q_tokens.device)
-        single[:, columns] = index.columns_counted(s, pattern, q_blocks[rows], slice(0, columns.numel()))
-        out[rows] = (whole[:, k_blocks] | single[:, k_tokens]) & (k_tokens[None, :] <= q_tokens[rows, None])
+        single = torch.zeros(blocks.numel(), total * BLOCK, dtype=torch.bool, device=q_tokens.device)
+        single[:, columns] = index.columns_counted(s, pattern, blocks, slice(0, columns.numel()))
+        visible = whole[:, k_blocks] | single[:, k_tokens]
+        out[rows] = visible[block_of_row] & (k_tokens[None, :] <= q_tokens[rows, None])
     return out
 
 

@@ -19,7 +19,7 @@ import torch
 import ds_sparse_ring
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.index import FullIndex
-from ds_sparse_ring.kernels import get_kernel
+from ds_sparse_ring.kernels import Work, get_kernel
 from ds_sparse_ring.layout import BlockMap
 from ds_sparse_ring.op_builder import CPUAttentionBuilder
 
@@ -32,7 +32,7 @@ assert kernel.name == "cpu"
 q, k, v = torch.randn(2, 128, 16), torch.randn(1, 128, 16), torch.randn(1, 128, 16)
 o, lse = torch.zeros_like(q), torch.full((2, 128), float("-inf"))
 index = FullIndex(make_segments([128], 2, None), 2)
-kernel.forward(q, k, v, BlockMap(1, 0), BlockMap(1, 0), index, 0.25, o, lse)
+kernel.forward(q, k, v, Work(BlockMap(1, 0), BlockMap(1, 0), index, 0.25), o, lse)
 expected = torch.nn.functional.scaled_dot_product_attention(q, k.expand(2, -1, -1), v.expand(2, -1, -1), is_causal=True)
 torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
 print("prebuilt ops: installed, found and right")

@@ -25,7 +25,7 @@ from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.bench.patterns import vertical_slash_pattern
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, causal_cost, cost
-from ds_sparse_ring.kernels import ColumnKV, Kernel, get_kernel
+from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, get_kernel
 from ds_sparse_ring.layout import BlockMap
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
@@ -136,7 +136,8 @@ class _KernelCall:
     """Forward and backward of one index over the whole sequence."""
 
     def __init__(self, case: _Case, kernel: Kernel, index: Index) -> None:
-        self.case, self.kernel, self.index, self.map = case, kernel, index, BlockMap(1, 0)
+        self.case, self.kernel = case, kernel
+        self.work = Work(BlockMap(1, 0), BlockMap(1, 0), index, case.scale)
         self.columns = _columns(case.k, case.v, index)
         self.o, self.lse = torch.zeros_like(case.q), case.q.new_zeros(case.q.shape[:2])
         self.forward()
@@ -147,7 +148,7 @@ class _KernelCall:
         self.o.zero_()
         self.lse.fill_(-math.inf)
         self.kernel.forward(
-            c.q, c.k, c.v, self.map, self.map, self.index, c.scale, self.o, self.lse, self.columns
+            c.q, c.k, c.v, self.work, self.o, self.lse, self.columns
         )  # fmt: skip
 
     def backward(self) -> None:
@@ -155,8 +156,7 @@ class _KernelCall:
         dq, dk, dv = (torch.zeros_like(x) for x in (c.q, c.k, c.v))
         d_columns = ColumnKV(torch.zeros_like(self.columns.k), torch.zeros_like(self.columns.v)) if self.columns else None
         self.kernel.backward(
-            c.q, c.k, c.v, c.do, self.lse, self.delta, self.map, self.map, self.index, c.scale, dq, dk, dv,
-            self.columns, d_columns,
+            c.q, c.k, c.v, c.do, self.lse, self.delta, self.work, dq, dk, dv, self.columns, d_columns
         )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.kernels.contract import ColumnKV, Kernel
+from ds_sparse_ring.kernels.contract import ColumnKV, Kernel, Work
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
 
-__all__ = ["ColumnKV", "Kernel", "get_kernel"]
+__all__ = ["ColumnKV", "Kernel", "Work", "get_kernel"]
 
 
 def get_kernel(backend: str) -> Kernel:

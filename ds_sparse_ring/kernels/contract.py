@@ -32,6 +32,20 @@ class ColumnKV:
     v: Tensor
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a call covers: all that the index says about a span of queries and a span of keys.
+
+    Attributes:
+        q_map, k_map: the spans; global block = stride * local + start. index: global. scale: multiplies q.k before the softmax.
+    """
+
+    q_map: BlockMap
+    k_map: BlockMap
+    index: Index
+    scale: float
+
+
 class Kernel(Protocol):
     """A backend. Both methods write into their accumulators and return nothing."""
 
@@ -42,10 +56,7 @@ class Kernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
@@ -54,8 +65,6 @@ class Kernel(Protocol):
 
         Args:
             q: ``[H, n, D]``; k, v: ``[K, m, D]``.
-            q_map, k_map: global block = stride * local + start.
-            scale: multiplies q.k before the softmax.
             o_acc: ``[H, n, D]`` normalised output so far; lse_acc: ``[H, n]`` its lse_nat.
             columns: given in exactly one call per query span. Rows without an active key keep o = 0, lse = -inf.
         """
@@ -68,10 +77,7 @@ class Kernel(Protocol):
         do: Tensor,
         lse: Tensor,
         delta: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,

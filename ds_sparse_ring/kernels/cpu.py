@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash
-from ds_sparse_ring.kernels.contract import ColumnKV
+from ds_sparse_ring.index import BlockLists, FullIndex, VerticalSlash
+from ds_sparse_ring.kernels.contract import ColumnKV, Work
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
-from ds_sparse_ring.layout import BlockMap
 from ds_sparse_ring.op_builder import CPUAttentionBuilder
 
 _ALIGNMENT = 16  # head sizes are padded to full vectors
@@ -46,21 +45,16 @@ class CPUKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
     ) -> None:
         """See `Kernel.forward`."""
         if q.dtype not in _COMPILED:
-            return self._reference.forward(q, k, v, q_map, k_map, index, scale, o_acc, lse_acc, columns)
+            return self._reference.forward(q, k, v, work, o_acc, lse_acc, columns)
         o, lse = _padded(o_acc), lse_acc.contiguous()
-        self._op.forward(
-            *_call(q, k, v), *_geometry(q_map, k_map, index), scale, *_columns(columns), o, lse, self._instruction_set
-        )
+        self._op.forward(*_call(q, k, v), *_geometry(work), work.scale, *_columns(columns), o, lse, self._instruction_set)
         _copy_back((o_acc, o), (lse_acc, lse))
 
     def backward(
@@ -71,10 +65,7 @@ class CPUKernel:
         do: Tensor,
         lse: Tensor,
         delta: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
@@ -83,15 +74,15 @@ class CPUKernel:
     ) -> None:
         """See `Kernel.backward`."""
         if q.dtype not in _COMPILED:
-            return self._reference.backward(q, k, v, do, lse, delta, q_map, k_map, index, scale, dq, dk, dv, columns, d_columns)
+            return self._reference.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns)
         out = [_padded(x) for x in (dq, dk, dv)]
         column_out = _columns(d_columns)
         self._op.backward(
             *_call(q, k, v, do),
             lse.contiguous(),
             delta.contiguous(),
-            *_geometry(q_map, k_map, index),
-            scale,
+            *_geometry(work),
+            work.scale,
             *_columns(columns),
             *out,
             *column_out,
@@ -123,8 +114,9 @@ def _copy_back(*pairs: tuple[Tensor, Tensor | None]) -> None:
             wanted.copy_(written[..., : wanted.shape[-1]])
 
 
-def _geometry(q_map: BlockMap, k_map: BlockMap, index: Index) -> tuple[list[int], list[int], list[Tensor]]:
+def _geometry(work: Work) -> tuple[list[int], list[int], list[Tensor]]:
     """Maps, shape and tensors of the index, as the op takes them (see ``make_problem`` in bindings.cpp)."""
+    index = work.index
     segments = torch.tensor([[s.begin, s.end, s.document_begin, int(s.is_padding)] for s in index.segments])
     if isinstance(index, FullIndex):
         kind, tensors = 0, []
@@ -134,5 +126,5 @@ def _geometry(q_map: BlockMap, k_map: BlockMap, index: Index) -> tuple[list[int]
         kind, tensors = 2, [index.block_ptr, index.block_values]
     else:
         raise TypeError(f"the CPU kernel does not know {type(index).__name__}")
-    maps = [q_map.stride, q_map.start, k_map.stride, k_map.start]
+    maps = [work.q_map.stride, work.q_map.start, work.k_map.stride, work.k_map.start]
     return maps, [kind, index.patterns, index.heads_per_pattern, index.segments[-1].end], [segments, *tensors]

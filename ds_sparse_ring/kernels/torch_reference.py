@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.index import Index
-from ds_sparse_ring.kernels.contract import ColumnKV, accumulator_dtype, merge
-from ds_sparse_ring.layout import BLOCK, BlockMap
+from ds_sparse_ring.kernels.contract import ColumnKV, Work, accumulator_dtype, merge
+from ds_sparse_ring.layout import BLOCK
 
 TILE_ELEMENTS = 1 << 21
 """Most scores (b * G * T * X) that one slice holds at once: bounds the memory of the reference."""
@@ -78,19 +77,16 @@ class TorchKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
     ) -> None:
         """See `Kernel.forward`."""
         acc = accumulator_dtype(q.dtype)
-        for tile in _tiles(q, k, q_map, index):
-            for keys in _slices(tile, q_map, k_map, k.shape[1] // BLOCK, index, columns is not None):
-                scores = _scores(tile, keys, q, k, columns, scale, acc)  # [b, G, T, X]
+        for tile in _tiles(q, k, work):
+            for keys in _slices(tile, work, k.shape[1] // BLOCK, columns is not None):
+                scores = _scores(tile, keys, q, k, columns, work.scale, acc)  # [b, G, T, X]
                 largest = scores.amax(-1, keepdim=True)
                 largest = torch.where(torch.isinf(largest), torch.zeros_like(largest), largest)
                 weights = (scores - largest).exp()
@@ -108,10 +104,7 @@ class TorchKernel:
         do: Tensor,
         lse: Tensor,
         delta: Tensor,
-        q_map: BlockMap,
-        k_map: BlockMap,
-        index: Index,
-        scale: float,
+        work: Work,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
@@ -120,43 +113,44 @@ class TorchKernel:
     ) -> None:
         """See `Kernel.backward`."""
         acc = accumulator_dtype(q.dtype)
-        for tile in _tiles(q, k, q_map, index):
+        for tile in _tiles(q, k, work):
             rows_lse = _as_blocks(tile.take(lse))[..., None]
             rows_lse = torch.where(torch.isinf(rows_lse), torch.zeros_like(rows_lse), rows_lse)
             rows_do, rows_delta = _as_blocks(tile.take(do)).to(acc), _as_blocks(tile.take(delta))[..., None]
             rows_q = _as_blocks(tile.take(q)).to(acc)
-            for keys in _slices(tile, q_map, k_map, k.shape[1] // BLOCK, index, columns is not None):
+            for keys in _slices(tile, work, k.shape[1] // BLOCK, columns is not None):
                 # a row without any key has only -inf scores here, so its probabilities are exactly 0
-                probabilities = (_scores(tile, keys, q, k, columns, scale, acc) - rows_lse).exp()
+                probabilities = (_scores(tile, keys, q, k, columns, work.scale, acc) - rows_lse).exp()
                 values = keys.gather(v, columns.v if columns else None, tile.kv_head).to(acc)
-                d_scores = probabilities * (rows_do @ values.mT - rows_delta) * scale
+                d_scores = probabilities * (rows_do @ values.mT - rows_delta) * work.scale
                 rows_k = keys.gather(k, columns.k if columns else None, tile.kv_head).to(acc)
                 tile.take(dq).add_(_as_rows(d_scores @ rows_k))
                 keys.scatter_add(dk, d_columns.k if d_columns else None, tile.kv_head, d_scores.mT @ rows_q)
                 keys.scatter_add(dv, d_columns.v if d_columns else None, tile.kv_head, probabilities.mT @ rows_do)
 
 
-def _tiles(q: Tensor, k: Tensor, q_map: BlockMap, index: Index) -> Iterator[_Tile]:
+def _tiles(q: Tensor, k: Tensor, work: Work) -> Iterator[_Tile]:
     """Cut a query span into tiles: one segment, one pattern, so few blocks that a dense tile fits into TILE_ELEMENTS."""
-    group = index.heads_per_pattern
+    index, group = work.index, work.index.heads_per_pattern
     queries_per_kv = q.shape[0] // k.shape[0]
     blocks = q.shape[1] // BLOCK
     step = 8
     for s, segment in enumerate(index.segments):
-        rows = q_map.local_range(segment.begin, segment.end, blocks)
+        rows = work.q_map.local_range(segment.begin, segment.end, blocks)
         for p in range(index.patterns):
             for begin in range(rows.start, rows.stop, step):
                 heads = slice(p * group, (p + 1) * group)
                 yield _Tile(heads, heads.start // queries_per_kv, s, p, range(begin, min(begin + step, rows.stop)))
 
 
-def _slices(tile: _Tile, q_map: BlockMap, k_map: BlockMap, k_blocks: int, index: Index, with_columns: bool) -> Iterator[_Slice]:
+def _slices(tile: _Tile, work: Work, k_blocks: int, with_columns: bool) -> Iterator[_Slice]:
     """The active keys of a tile in slices of at most TILE_ELEMENTS scores (at least one diagonal or column each)."""
-    q_blocks = q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop))
+    index = work.index
+    q_blocks = work.q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop))
     per_key = len(tile.rows) * index.heads_per_pattern * BLOCK
 
     target, counts = index.key_blocks(tile.segment, tile.pattern, q_blocks)  # [b, L]
-    local, present = k_map.to_local(target, k_blocks)
+    local, present = work.k_map.to_local(target, k_blocks)
     present &= counts
     met = present.any(0)  # only every R-th diagonal meets a pair of ranks of a striped ring
     local, present, earlier = local[:, met], present[:, met], (target < q_blocks[:, None])[:, met]

@@ -38,7 +38,7 @@ def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float
         if target is None:
             continue
         left = pattern_mean(probe.p, config.heads_per_pattern).float()  # [P, r, b, T]
-        left.masked_fill_(_forced(probe, context), 0)
+        _take_out_forced(left, probe, context)
         taken = left.mean(1) > price  # [P, b, T]
         pattern, block, token = taken.nonzero(as_tuple=True)
         columns.append(torch.stack([target * patterns + pattern, probe.key_tokens[block, token]], 1))
@@ -52,12 +52,16 @@ def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float
     return Chosen(diagonals, context.axes.ring_gather_rows(torch.cat(columns)))
 
 
-def _forced(probe: RowProbabilities, context: SequenceContext) -> Tensor:
-    """Bool ``[r, b, T]``: what every pattern keeps anyway."""
-    offset = (probe.rows // BLOCK)[:, None] - probe.key_blocks[None, :]
-    first = context.segments[probe.segment].document_begin * BLOCK
-    sinks = probe.key_tokens < first + context.config.sink_tokens
-    return (offset < context.config.local_blocks)[..., None] | sinks[None]
+def _take_out_forced(left: Tensor, probe: RowProbabilities, context: SequenceContext) -> None:
+    """Set to 0 what every pattern keeps anyway: the nearest blocks of each row, and the document's first tokens."""
+    config, begin = context.config, context.segments[probe.segment].document_begin
+    row_blocks = probe.rows // BLOCK
+    near = probe.key_blocks > row_blocks[0] - config.local_blocks
+    local = row_blocks[:, None] - probe.key_blocks[None, near] < config.local_blocks
+    left[:, :, near] = left[:, :, near].masked_fill(local[..., None], 0)
+    first = probe.key_blocks * BLOCK < begin * BLOCK + config.sink_tokens
+    sinks = probe.key_tokens[first] < begin * BLOCK + config.sink_tokens
+    left[:, :, first] = left[:, :, first].masked_fill(sinks, 0)
 
 
 def _block_diagonal_mass(left: Tensor, probe: RowProbabilities, size: int) -> Tensor:

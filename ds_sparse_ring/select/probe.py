@@ -137,9 +137,12 @@ def _scores(q_rows: Tensor, k: Tensor, group: RowGroup, context: SequenceContext
     heads, rows, _ = q_rows.shape
     scores = (q_rows.reshape(k.shape[0], -1, q_rows.shape[2]) * scale) @ keys.mT  # [K, H / K * r, b * T]
     scores = scores.view(heads, rows, local.numel(), BLOCK)
-    key_tokens = blocks[local][:, None] * BLOCK + torch.arange(BLOCK, device=k.device)
-    future = key_tokens[None] > group.rows.to(k.device)[:, None, None]
-    return scores.masked_fill(future, float("-inf")), blocks[local]
+    key_blocks, query_rows = blocks[local], group.rows.to(k.device)
+    late = key_blocks >= query_rows[0] // BLOCK  # only these hold keys after any of the rows
+    key_tokens = key_blocks[late, None] * BLOCK + torch.arange(BLOCK, device=k.device)
+    future = key_tokens[None] > query_rows[:, None, None]
+    scores[:, :, late] = scores[:, :, late].masked_fill(future, float("-inf"))
+    return scores, key_blocks
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from ds_sparse_ring.batch import Sequence, shard_batch
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
-from ds_sparse_ring.kernels import ColumnKV, Kernel, get_kernel, torch_reference
+from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, get_kernel, torch_reference
 from ds_sparse_ring.kernels.contract import accumulator_dtype, merge
 from ds_sparse_ring.kernels.cpu import CPUKernel
 from ds_sparse_ring.layout import BlockMap
@@ -68,14 +68,14 @@ def _columns(k: torch.Tensor, v: torch.Tensor, index: Index, heads: int) -> Colu
 
 def _run(kernel: Kernel, q, k, v, do, index: Index, scale: float):
     """Forward and backward in one call over the whole sequence; column gradients added to their keys."""
-    acc, identity = accumulator_dtype(q.dtype), BlockMap(1, 0)
+    acc, work = accumulator_dtype(q.dtype), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
     columns = _columns(k, v, index, q.shape[0])
     o, lse = torch.zeros(q.shape, dtype=acc), torch.full(q.shape[:2], float("-inf"), dtype=acc)
-    kernel.forward(q, k, v, identity, identity, index, scale, o, lse, columns)
+    kernel.forward(q, k, v, work, o, lse, columns)
     delta = (do.to(acc) * o).sum(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=acc) for x in (q, k, v))
     d_columns = ColumnKV(torch.zeros(columns.k.shape, dtype=acc), torch.zeros(columns.v.shape, dtype=acc)) if columns else None
-    kernel.backward(q, k, v, do, lse, delta, identity, identity, index, scale, dq, dk, dv, columns, d_columns)
+    kernel.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns)
     if isinstance(index, VerticalSlash) and d_columns is not None:
         kv_head = index.column_patterns() * index.heads_per_pattern // (q.shape[0] // k.shape[0])
         place = kv_head * dk.shape[1] + index.column_values
@@ -181,14 +181,14 @@ def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: st
     index = FullIndex(sequence.segments, 2)
     q, k, v = (x[:, :256] for x in global_qkv(sequence, 2, 1, 16, dtype=dtype))
     o, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=q.dtype)
-    queries, keys = BlockMap(1, 0), BlockMap(1, 2)  # queries are blocks 0..3, keys blocks 2..5
+    work = Work(BlockMap(1, 0), BlockMap(1, 2), index, 0.25)  # queries are blocks 0..3, keys blocks 2..5
     kernel = get_kernel(backend)
-    kernel.forward(q, k, v, queries, keys, index, 0.25, o, lse)
+    kernel.forward(q, k, v, work, o, lse)
     assert (o[:, :128] == 0).all() and torch.isneginf(lse[:, :128]).all()
     assert torch.isfinite(lse[:, 128:]).all()
     do = torch.ones_like(q)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    kernel.backward(q, k, v, do, lse, (do * o).sum(-1), queries, keys, index, 0.25, dq, dk, dv)
+    kernel.backward(q, k, v, do, lse, (do * o).sum(-1), work, dq, dk, dv)
     assert (dq[:, :128] == 0).all() and all(torch.isfinite(x).all() for x in (dq, dk, dv))
     assert (dk[:, 128:] == 0).all(), "key blocks 4 and 5 are in the future of every query"
 
@@ -212,7 +212,7 @@ def test_pieces_in_any_order_merge_to_the_whole(backend: str, dtype: torch.dtype
             keys, values = (x[:, residue::3].flatten(1, 2) for x in (k_blocks, v_blocks))
             piece_o, piece_lse = o_blocks[:, rows].flatten(1, 2), lse_blocks[:, rows].flatten(1)
             kernel.forward(
-                q_blocks[:, rows].flatten(1, 2), keys, values, BlockMap(1, 5 * part), BlockMap(3, residue), index, scale,
+                q_blocks[:, rows].flatten(1, 2), keys, values, Work(BlockMap(1, 5 * part), BlockMap(3, residue), index, scale),
                 piece_o, piece_lse, columns if residue == 0 else None,
             )  # fmt: skip
             o_blocks[:, rows], lse_blocks[:, rows] = piece_o.unflatten(1, (-1, 64)), piece_lse.unflatten(1, (-1, 64))
@@ -295,4 +295,4 @@ def test_the_cpu_kernels_refuse_what_they_would_read_wrongly(
     q, kv, lse = torch.zeros(2, 128, 16), torch.zeros(1, 128, 16), torch.zeros(2, 128)
     kernel = CPUKernel(instruction_set=instruction_set)
     with pytest.raises(RuntimeError, match=message):
-        kernel.forward(q, kv, kv, BlockMap(1, q_start), BlockMap(1, 0), index, 1.0, torch.zeros_like(q), lse)
+        kernel.forward(q, kv, kv, Work(BlockMap(1, q_start), BlockMap(1, 0), index, 1.0), torch.zeros_like(q), lse)
