@@ -23,12 +23,12 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-sanitize test-prebuilt bench-cpu lint format clean
+.PHONY: demo test unlock test-sanitize test-prebuilt bench-cpu lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
 
-test: lint
+test: lint unlock
 	@$(BIN)/python -m pytest tests/unit
 
 test-sanitize: $(INSTALLED)
@@ -40,6 +40,12 @@ test-prebuilt: $(INSTALLED)
 
 bench-cpu: $(INSTALLED)
 	@$(BIN)/python -m ds_sparse_ring.bench.cpu
+
+# A build of DeepSpeed's that was killed leaves its lock file, on which the next one would wait for ever. A live build has it open.
+unlock:
+	@find $(TORCH_EXTENSIONS_DIR) -name lock 2>/dev/null | while read -r lock; do \
+		ls -l /proc/[0-9]*/fd 2>/dev/null | grep -qF -- "-> $$lock" || { echo "removing the lock of a build that was killed: $$lock"; rm -f "$$lock"; }; \
+	done
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

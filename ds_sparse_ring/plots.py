@@ -54,7 +54,8 @@ def head_map(q: Tensor, k: Tensor, index: Index, *, head: int, scale: float, tit
     """Attention of one query head over a single document and the entries that ``index`` keeps of it.
 
     Args:
-        q, k: ``[S, D]`` queries and keys after RoPE in stream order; S a multiple of ``cell_tokens``.
+        q, k: ``[S, D]`` queries and keys after RoPE in stream order; S a multiple of ``cell_tokens``,
+            which divides BLOCK.
         head: the query head, for its pattern in the index.
         scale: multiplies q.k before the softmax.
     """
@@ -71,8 +72,8 @@ def head_map(q: Tensor, k: Tensor, index: Index, *, head: int, scale: float, tit
         p = ((q[rows] @ k.T) * scale).masked_fill(future, float("-inf")).softmax(-1)
         segment = int(segment_of_blocks(index.segments, rows[:1] // BLOCK))
         offset = rows[:, None] // BLOCK - keys[None] // BLOCK
-        blocks, counts = index.key_blocks(segment, pattern, rows // BLOCK)
-        on_diagonal = ((keys // BLOCK == blocks[..., None]) & counts[..., None]).any(1) & ~future
+        blocks, counts = index.key_blocks(segment, pattern, rows[:1] // BLOCK)
+        on_diagonal = torch.isin(keys // BLOCK, blocks[counts])[None] & ~future
         on_column = torch.isin(keys, index.columns(segment, pattern))[None] & (offset > 0) & ~on_diagonal
         attention[cell] = p.mean(0).view(cells, cell_tokens).sum(1)
         pooled[0, cell] = on_diagonal.float().mean(0).view(cells, cell_tokens).mean(1)

@@ -241,6 +241,7 @@ def describe(line: dict[str, Any]) -> str:
 
 def most_interesting_head(files: Files) -> HeadMap:
     """The head that, under its index, keeps the most mass beyond what a dense head of that density would."""
+    torch.set_num_threads(1)  # many small operations: two threads would wait for each other
     model = LlamaForCausalLM.from_pretrained(files.output / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(files.output / "model")
     text = max((path.read_text(encoding="utf-8") for path in files.text.iterdir()), key=len)
@@ -288,7 +289,7 @@ def main() -> None:
             process.terminate()
             process.wait()
     console.print("Plain Transformers continues a line from the checkpoint:")
-    console.print(generate(files, "import os\n\n\nclass "), style="green", markup=False, highlight=False)
+    console.print(generate(files, "    def __init__(self, "), style="green", markup=False, highlight=False)
     console.print("Drawing: attention of every head, and what its index keeps")
     transformers_logging.disable_progress_bar()  # one bar is enough
     picture = files.folder / "demo.png"
