@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.comm import TAG_DKV, TAG_KV
 from ds_sparse_ring.context import SequenceContext
@@ -52,11 +53,15 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
         ``[1, n, H, D]`` in q's dtype.
 
     Raises:
-        SparseRingError: shapes that do not belong to the context's sequence; non-finite scores.
+        SparseRingError: tensors that do not belong to the context's sequence; a selector that met non-finite scores.
     """
-    context.check_shapes(tuple(q.shape), tuple(k.shape))
+    device = q.device.type
+    if torch.is_autocast_enabled(device):  # as for SDPA: what arrives in mixed precisions is attended to in autocast's
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    context.check(q, k, v)
     slot = current_slot()
-    return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot).transpose(0, 1)[None]
+    with torch.autocast(device, enabled=False):  # the kernels choose their precision themselves
+        return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot).transpose(0, 1)[None]
 
 
 class _SparseRingAttention(torch.autograd.Function):
@@ -80,7 +85,8 @@ class _SparseRingAttention(torch.autograd.Function):
             o, lse = ring_forward(q, k, v, index, columns, context, scale)
         if slot is not None and kept is None:
             everything = context.config.checkpoint == "output"
-            slot.put(_Kept(index, o, lse, columns) if everything else _Kept(index))
+            # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
+            slot.put(_Kept(index, o.detach(), lse, columns) if everything else _Kept(index))
         ctx.context, ctx.index, ctx.scale = context, index, scale
         # no columns: an empty tensor, so that the number of saved tensors never depends on the data
         column_kv = torch.stack([columns.k, columns.v]) if columns is not None else q.new_empty(0)
@@ -88,10 +94,12 @@ class _SparseRingAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, column_kv = ctx.saved_tensors
         columns = ColumnKV(column_kv[0], column_kv[1]) if column_kv.numel() else None
-        dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
@@ -105,7 +113,7 @@ def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: f
 def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer: int, scale: float) -> None:
     """Tell the meter what the index keeps; the density is weighted by the causal area of each segment."""
     heads_per_pattern = context.config.heads_per_pattern
-    local = cost(index, context.layout.block_ids(context.rank))
+    local = cost(index, context.layout.block_ids(context.rank).to(q.device))
     local_pairs = float(local.sum()) * heads_per_pattern
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)

@@ -27,7 +27,8 @@ IGNORE = -100
 
 _USED = {"input_ids", "labels", "attention_mask", "position_ids"}
 # say again what position_ids say, for kernels of other libraries
-_REDUNDANT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths", "length"}
+_BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths"}
+_REDUNDANT = _BOUNDS | {"max_length_q", "max_length_k", "length"}
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,15 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
             f"batch: cannot shard {sorted(unknown)}; the entries understood are {sorted(_USED)}. Drop the others in the collator "
             "(a tokenizer's token_type_ids: return_token_type_ids=False)"
         )
+    if given & _BOUNDS and "position_ids" not in given:
+        raise SparseRingError(
+            f"batch: {sorted(given & _BOUNDS)} tell documents apart, but only restarts of 'position_ids' are read: let the "
+            "collator add them (DataCollatorWithFlattening: return_position_ids=True)"
+        )
     input_ids = batch["input_ids"]
     for key in _USED & given:
+        if not isinstance(batch[key], Tensor):
+            raise SparseRingError(f"batch: '{key}' is a {type(batch[key]).__name__}, not a tensor: collate it first")
         if batch[key].shape != input_ids.shape or input_ids.dim() != 2:
             raise SparseRingError(
                 f"batch: '{key}' has shape {tuple(batch[key].shape)}, 'input_ids' {tuple(input_ids.shape)}; "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.config import Selector, SparseRingConfig
 from ds_sparse_ring.documents import Segment
@@ -36,16 +38,22 @@ class SequenceContext:
         """This process's place in the ring."""
         return self.axes.ring_rank
 
-    def check_shapes(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).
 
         Args:
-            q_shape, k_shape: ``(1, H, n, D)`` and ``(1, K, n, D)``.
+            q: ``[1, H, n, D]``; k, v: ``[1, K, n, D]``.
         """
-        tokens = self.layout.local_tokens
+        tokens, q_shape, k_shape = self.layout.local_tokens, tuple(q.shape), tuple(k.shape)
         if q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
             raise SparseRingError(
                 f"attention: queries {q_shape} and keys {k_shape} do not fit this sequence, whose shard is [1, heads, {tokens}, "
                 "head size]: pass the batch that SparseRing.sequence_batch made, unchanged and without a KV cache"
+            )
+        if v.shape != k.shape or q_shape[3] != k_shape[3] or not q.dtype == k.dtype == v.dtype:
+            described = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+            raise SparseRingError(
+                f"attention: queries, keys and values are {described}; they need one dtype and head size, and keys and values "
+                "the same shape"
             )
         self.config.check_heads(q_shape[1], k_shape[1])

@@ -76,7 +76,7 @@ class _NoColumns:
         return slice(0, 0)
 
     def columns_counted(self, segment: int, pattern: int, q_blocks: Tensor, part: slice) -> Tensor:
-        return torch.empty(q_blocks.numel(), 0, dtype=torch.bool)
+        return torch.empty(q_blocks.numel(), 0, dtype=torch.bool, device=q_blocks.device)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def mask(index: Index, head: int, q_tokens: Tensor, k_tokens: Tensor) -> Tensor:
         target, counts = index.key_blocks(s, pattern, blocks)
         whole = torch.zeros(blocks.numel(), total + 1, dtype=torch.bool, device=q_tokens.device)
         whole.scatter_(1, torch.where(counts, target, total), True)  # the last entry collects what does not count
-        columns = index.columns(s, pattern)
+        columns = index.columns(s, pattern).to(q_tokens.device)
         single = torch.zeros(blocks.numel(), total * BLOCK, dtype=torch.bool, device=q_tokens.device)
         single[:, columns] = index.columns_counted(s, pattern, blocks, slice(0, columns.numel()))
         visible = whole[:, k_blocks] | single[:, k_tokens]
@@ -272,11 +272,11 @@ def cost(index: Index, q_blocks: Tensor, k_blocks: tuple[int, int] | None = None
     """Active (query, key) pairs of each query block per query head, int64 ``[P, n]``.
 
     Args:
-        q_blocks: global block numbers, int64 ``[n]``.
+        q_blocks: global block numbers, int64 ``[n]``, on the index's device.
         k_blocks: only keys in blocks ``[begin, end)``; None for all.
     """
     low, high = k_blocks if k_blocks is not None else (0, index.segments[-1].end)
-    out = torch.zeros(index.patterns, q_blocks.numel(), dtype=torch.int64)
+    out = torch.zeros(index.patterns, q_blocks.numel(), dtype=torch.int64, device=q_blocks.device)
     row_segments = segment_of_blocks(index.segments, q_blocks)
     for s in row_segments.unique().tolist():
         rows = (row_segments == s).nonzero().flatten()
@@ -284,7 +284,7 @@ def cost(index: Index, q_blocks: Tensor, k_blocks: tuple[int, int] | None = None
         for p in range(index.patterns):
             own = (blocks >= low) & (blocks < high)  # every query block reads its own, half of it
             pairs = index.block_counts(s, p, blocks, low, high) * BLOCK * BLOCK - own * (BLOCK * BLOCK - _DIAGONAL_PAIRS)
-            column_blocks = index.columns(s, p) // BLOCK
+            column_blocks = index.columns(s, p).to(q_blocks.device) // BLOCK
             inside = (column_blocks >= low) & (column_blocks < high)
             counted = index.columns_counted(s, p, blocks, slice(0, column_blocks.numel()))
             out[p, rows] = pairs + BLOCK * (counted & inside).sum(1)
@@ -303,5 +303,6 @@ def causal_cost(segments: tuple[Segment, ...], q_blocks: Tensor) -> Tensor:
 
 def density(index: Index) -> Tensor:
     """Active share of the causal area of all documents, per pattern: float64 ``[P]``."""
-    blocks = torch.arange(index.segments[-1].end)
-    return cost(index, blocks).sum(1).double() / causal_cost(index.segments, blocks).sum()
+    device = index.diagonal_values.device if isinstance(index, VerticalSlash) else torch.device("cpu")
+    blocks = torch.arange(index.segments[-1].end, device=device)
+    return cost(index, blocks).sum(1).double().cpu() / causal_cost(index.segments, blocks).sum()

@@ -172,5 +172,6 @@ class Layout:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
 def _token_ids(layout: Layout, rank: int) -> Tensor:
     return (layout.block_ids(rank)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()

@@ -5,7 +5,6 @@ Layers record while the loop has the meter switched on; ``pop`` averages over mi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +15,22 @@ from ds_sparse_ring.comm import Axes
 
 
 @dataclass
-class _LayerRecord:
-    density: list[float] = field(default_factory=list)
-    recall: list[float] = field(default_factory=list)
-    head_density: list[Tensor] = field(default_factory=list)
-    head_recall: list[Tensor] = field(default_factory=list)
-    true_recall: list[dict[str, float]] = field(default_factory=list)
+class _LayerSums:
+    """Sums over the recorded calls of a layer: as small after a thousand calls as after one."""
+
+    head_density: Tensor
+    head_recall: Tensor
+    calls: int = 0
+    true_recall: dict[str, float] = field(default_factory=dict)
 
 
 class Meter:
-    """Collects what layers report. ``active`` must have the same value on every rank of a ring (recall is collective)."""
+    """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective)."""
 
     def __init__(self, axes: Axes) -> None:
-        self.active = True
+        self.active = False
         self._axes = axes
-        self._layers: dict[int, _LayerRecord] = defaultdict(_LayerRecord)
+        self._layers: dict[int, _LayerSums] = {}
         self._work = 0.0
 
     def record(
@@ -49,40 +49,45 @@ class Meter:
             local_pairs: active (query, key) pairs of this rank over all heads.
             true_recall: mean mass kept for early, middle and late queries and for the worst 5 %, if it was measured.
         """
-        record = self._layers[layer]
-        record.density.append(float(head_density.mean()))
-        record.recall.append(float(head_recall.mean()))
-        record.head_density.append(head_density)
-        record.head_recall.append(head_recall)
-        if true_recall is not None:
-            record.true_recall.append(true_recall)
+        sums = self._layers.get(layer)
+        if sums is None:
+            sums = self._layers[layer] = _LayerSums(torch.zeros_like(head_density), torch.zeros_like(head_recall))
+        sums.calls += 1
+        sums.head_density += head_density
+        sums.head_recall += head_recall
+        for key, value in (true_recall or {}).items():
+            sums.true_recall[key] = sums.true_recall.get(key, 0.0) + value
         self._work += local_pairs
 
     def pop(self) -> dict[str, Any]:
         """Everything since the last call; collective over all ranks. Empty without a recorded layer.
 
         Returns:
-            ``density``, ``recall``: means over layers and sequences. ``imbalance``: active pairs of the busiest rank over the
-            mean rank of its ring, the worst ring counts. ``per_layer``: a dict per layer with ``layer``, ``density``,
+            ``density``, ``recall``: means over layers, patterns and sequences. ``imbalance``: active pairs of the busiest rank
+            over the mean rank of its ring, the worst ring counts. ``per_layer``: a dict per layer with ``layer``, ``density``,
             ``recall``, ``head_density``, ``head_recall`` and, if measured, ``true_recall``.
         """
-        layers, self._layers = self._layers, defaultdict(_LayerRecord)
+        layers, self._layers = self._layers, {}
         work, self._work = self._work, 0.0
         imbalance = self._imbalance(work)
         if not layers:
             return {}
         per_layer = []
-        for layer, record in sorted(layers.items()):
+        for layer, sums in sorted(layers.items()):
+            values = [float(sums.calls), *sums.head_density.tolist(), *sums.head_recall.tolist(), *sums.true_recall.values()]
+            calls, *totals = self._axes.world_totals(values)
+            means = [total / calls for total in totals]
+            heads = sums.head_density.numel()
+            density, recall = means[:heads], means[heads : 2 * heads]
             entry: dict[str, Any] = {
                 "layer": layer,
-                "density": self._mean(record.density),
-                "recall": self._mean(record.recall),
-                "head_density": torch.stack(record.head_density).mean(0).tolist(),
-                "head_recall": torch.stack(record.head_recall).mean(0).tolist(),
+                "density": sum(density) / heads,
+                "recall": sum(recall) / heads,
+                "head_density": density,
+                "head_recall": recall,
             }
-            if record.true_recall:
-                keys = record.true_recall[0]
-                entry["true_recall"] = {key: self._mean([r[key] for r in record.true_recall]) for key in keys}
+            if sums.true_recall:
+                entry["true_recall"] = dict(zip(sums.true_recall, means[2 * heads :], strict=True))
             per_layer.append(entry)
         return {
             "density": sum(entry["density"] for entry in per_layer) / len(per_layer),
@@ -90,10 +95,6 @@ class Meter:
             "imbalance": imbalance,
             "per_layer": per_layer,
         }
-
-    def _mean(self, values: list[float]) -> float:
-        total, count = self._axes.world_totals([sum(values), float(len(values))])
-        return total / count
 
     def _imbalance(self, work: float) -> float:
         per_rank = [0.0] * self._axes.world_size

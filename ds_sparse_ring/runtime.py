@@ -70,7 +70,9 @@ class SparseRing:
 
     def count_targets(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Valid targets of local batches, summed over batches and all ranks: int64 scalar. Collective over the world."""
-        counts = [(batch["shift_labels"] != IGNORE).sum() for batch in batches]
+        counts = [(batch["shift_labels"] != IGNORE).sum() for batch in batches if "shift_labels" in batch]
+        if not counts:
+            raise SparseRingError("count_targets: no batch with labels was given; make batches from 'input_ids' and 'labels'")
         return self.axes.world_sum(torch.stack(counts).sum())
 
     def gather(self, x: Tensor, sequence: Sequence) -> Tensor:

@@ -202,6 +202,7 @@ class Pretraining:
         """Mean loss over all targets of the held-out rows, sharded as training is."""
         ring, axes = self.ring, self.ring.axes
         ring.evaluating = True
+        ring.meter.active = True
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.evaluation_batches():

@@ -207,6 +207,7 @@ class SparseRingMixin(_Base):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self.ring.evaluating, self._compare_batch = True, True
+        self.ring.meter.active = True
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         try:
             yield
@@ -294,9 +295,9 @@ class _SparseRingCallback(TrainerCallback):
         ring = self.trainer.ring
         ring.step = state.global_step
         # Measuring recall costs a probe per layer: only for the steps that are logged, if they can be told in advance.
-        by_step = args.logging_strategy == "steps"
-        first = args.logging_first_step and state.global_step == 0
-        ring.meter.active = not by_step or first or (state.global_step + 1) % state.logging_steps == 0
+        strategy, first = args.logging_strategy, args.logging_first_step and state.global_step == 0
+        due = strategy == "epoch" or (strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0)
+        ring.meter.active = bool(first or due)
 
 
 def _zero(device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.context import SequenceContext
@@ -42,7 +43,6 @@ _HARMLESS = frozenset(
     {
         "cache_position",
         "labels",
-        "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
         "position_ids",
@@ -62,17 +62,17 @@ def register() -> None:
 class Attachment:
     """A model attached to a ring. `detach` (or leaving it as a context manager) restores what was there before."""
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, ring: SparseRing) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, ring: SparseRing, before: str) -> None:
         self.model = model
         self.ring = ring
-        self._before = model.config._attn_implementation
+        self.before = before
         self._handle = decoder.register_forward_pre_hook(_BindSequence(self), with_kwargs=True)
 
     def detach(self) -> None:
         """Remove the hook and give the model its former attention back. Calling it again changes nothing."""
         self._handle.remove()
         if self.model.config._attn_implementation == NAME:
-            self.model.set_attn_implementation(self._before)
+            self.model.set_attn_implementation(self.before)
 
     def __enter__(self) -> Attachment:
         return self
@@ -154,17 +154,27 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
     """
     base = base_model_of(model)
     decoder = base.get_decoder()
-    for hook in decoder._forward_pre_hooks.values():
-        if isinstance(hook, _BindSequence):
+    before = None
+    for key, hook in list(decoder._forward_pre_hooks.items()):
+        if isinstance(hook, _BindSequence) and hook.attachment.model is not base:
+            # copy.deepcopy took the hook along: the copy gets an attachment of its own
+            before = hook.attachment.before
+            del decoder._forward_pre_hooks[key], decoder._forward_pre_hooks_with_kwargs[key]
+        elif isinstance(hook, _BindSequence):
             if hook.attachment.ring is not ring:
                 raise SparseRingError("the model is attached to another ring: detach() that attachment first")
             return hook.attachment
     check_model(base.config, ring.config)
+    if type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise SparseRingError(
+            f"model: {type(base).__name__} is no causal language model, and labels are cut and shifted for next-token "
+            "prediction: load it with AutoModelForCausalLM"
+        )
     for name, module in decoder.named_modules():
         if getattr(module, "sinks", None) is not None or getattr(module, "is_causal", True) is False:
             raise SparseRingError(f"model: {name} has attention sinks or is not causal; the kernels have neither")
     register()
-    attachment = Attachment(base, decoder, ring)
+    attachment = Attachment(base, decoder, ring, before or base.config._attn_implementation)
     base.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
         attachment.detach()

@@ -6,8 +6,6 @@ reference: they are for tests, and exact there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,7 +34,6 @@ class CPUKernel:
             RuntimeError: it cannot be compiled here.
         """
         CPUAttentionBuilder().load()
-        self._op: Any = torch.ops.ds_sparse_ring_cpu
         self._instruction_set = instruction_set
         self._reference = TorchKernel()
 
@@ -54,7 +51,9 @@ class CPUKernel:
         if q.dtype not in _COMPILED:
             return self._reference.forward(q, k, v, work, o_acc, lse_acc, columns)
         o, lse = _padded(o_acc), lse_acc.contiguous()
-        self._op.forward(*_call(q, k, v), *_geometry(work), work.scale, *_columns(columns), o, lse, self._instruction_set)
+        torch.ops.ds_sparse_ring_cpu.forward(
+            *_call(q, k, v), *_geometry(work), work.scale, *_columns(columns), o, lse, self._instruction_set
+        )
         _copy_back((o_acc, o), (lse_acc, lse))
 
     def backward(
@@ -77,7 +76,7 @@ class CPUKernel:
             return self._reference.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns)
         out = [_padded(x) for x in (dq, dk, dv)]
         column_out = _columns(d_columns)
-        self._op.backward(
+        torch.ops.ds_sparse_ring_cpu.backward(
             *_call(q, k, v, do),
             lse.contiguous(),
             delta.contiguous(),

@@ -19,6 +19,8 @@ from torch import Tensor
 from ds_sparse_ring.kernels.contract import ColumnKV, Work, accumulator_dtype, merge
 from ds_sparse_ring.layout import BLOCK
 
+TILE_BLOCKS = 8
+"""Query blocks of a tile: few, so that early ones do not carry the keys of late ones."""
 TILE_ELEMENTS = 1 << 21
 """Most scores (b * G * T * X) that one slice holds at once: bounds the memory of the reference."""
 
@@ -85,7 +87,7 @@ class TorchKernel:
         """See `Kernel.forward`."""
         acc = accumulator_dtype(q.dtype)
         for tile in _tiles(q, k, work):
-            for keys in _slices(tile, work, k.shape[1] // BLOCK, columns is not None):
+            for keys in _slices(tile, work, k, columns is not None):
                 scores = _scores(tile, keys, q, k, columns, work.scale, acc)  # [b, G, T, X]
                 largest = scores.amax(-1, keepdim=True)
                 largest = torch.where(torch.isinf(largest), torch.zeros_like(largest), largest)
@@ -118,7 +120,7 @@ class TorchKernel:
             rows_lse = torch.where(torch.isinf(rows_lse), torch.zeros_like(rows_lse), rows_lse)
             rows_do, rows_delta = _as_blocks(tile.take(do)).to(acc), _as_blocks(tile.take(delta))[..., None]
             rows_q = _as_blocks(tile.take(q)).to(acc)
-            for keys in _slices(tile, work, k.shape[1] // BLOCK, columns is not None):
+            for keys in _slices(tile, work, k, columns is not None):
                 # a row without any key has only -inf scores here, so its probabilities are exactly 0
                 probabilities = (_scores(tile, keys, q, k, columns, work.scale, acc) - rows_lse).exp()
                 values = keys.gather(v, columns.v if columns else None, tile.kv_head).to(acc)
@@ -130,31 +132,30 @@ class TorchKernel:
 
 
 def _tiles(q: Tensor, k: Tensor, work: Work) -> Iterator[_Tile]:
-    """Cut a query span into tiles: one segment, one pattern, so few blocks that a dense tile fits into TILE_ELEMENTS."""
+    """Cut a query span into tiles: one segment, one pattern, at most ``TILE_BLOCKS`` query blocks."""
     index, group = work.index, work.index.heads_per_pattern
     queries_per_kv = q.shape[0] // k.shape[0]
     blocks = q.shape[1] // BLOCK
-    step = 8
     for s, segment in enumerate(index.segments):
         rows = work.q_map.local_range(segment.begin, segment.end, blocks)
         for p in range(index.patterns):
-            for begin in range(rows.start, rows.stop, step):
+            for begin in range(rows.start, rows.stop, TILE_BLOCKS):
                 heads = slice(p * group, (p + 1) * group)
-                yield _Tile(heads, heads.start // queries_per_kv, s, p, range(begin, min(begin + step, rows.stop)))
+                yield _Tile(heads, heads.start // queries_per_kv, s, p, range(begin, min(begin + TILE_BLOCKS, rows.stop)))
 
 
-def _slices(tile: _Tile, work: Work, k_blocks: int, with_columns: bool) -> Iterator[_Slice]:
+def _slices(tile: _Tile, work: Work, k: Tensor, with_columns: bool) -> Iterator[_Slice]:
     """The active keys of a tile in slices of at most TILE_ELEMENTS scores (at least one diagonal or column each)."""
     index = work.index
-    q_blocks = work.q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop))
+    q_blocks = work.q_map.to_global(torch.arange(tile.rows.start, tile.rows.stop, device=k.device))
     per_key = len(tile.rows) * index.heads_per_pattern * BLOCK
 
     target, counts = index.key_blocks(tile.segment, tile.pattern, q_blocks)  # [b, L]
-    local, present = work.k_map.to_local(target, k_blocks)
+    local, present = work.k_map.to_local(target, k.shape[1] // BLOCK)
     present &= counts
     met = present.any(0)  # only every R-th diagonal meets a pair of ranks of a striped ring
     local, present, earlier = local[:, met], present[:, met], (target < q_blocks[:, None])[:, met]
-    triangle = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril()
+    triangle = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=k.device).tril()
     step = max(1, TILE_ELEMENTS // (per_key * BLOCK))
     for begin in range(0, local.shape[1], step):
         part = slice(begin, begin + step)

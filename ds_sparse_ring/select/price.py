@@ -12,6 +12,8 @@ where the mass is. Thresholds only: no sort, and equal masses are all kept or al
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,11 @@ def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float
     """Columns and diagonals of all segments by one price. Collective over the ring; arguments as in `select_index`."""
     config, segments = context.config, context.segments
     patterns = q.shape[0] // config.heads_per_pattern
-    mass = q.new_zeros(len(segments), patterns, context.layout.blocks + 1, dtype=torch.float32)
+    reach = [s.end - s.document_begin for s in segments]
+    # one run of offsets per segment, as long as it reaches: many short documents take little
+    bounds = list(accumulate(reach))
+    ends = torch.tensor(bounds, device=q.device)
+    mass = q.new_zeros(patterns, sum(reach), dtype=torch.float32)
     columns = [torch.empty(0, 2, dtype=torch.int64, device=q.device)]
     for probe in row_probabilities(q, k, probe_groups(segments, config), context, scale):
         target = target_segment(segments, probe.segment, config)
@@ -43,12 +49,13 @@ def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float
         pattern, block, token = taken.nonzero(as_tuple=True)
         columns.append(torch.stack([target * patterns + pattern, probe.key_tokens[block, token]], 1))
         left.masked_fill_(taken[:, None], 0)
-        mass[target] += _block_diagonal_mass(left, probe, mass.shape[-1])
+        end = bounds[target]
+        mass[:, end - reach[target] : end] += _block_diagonal_mass(left, probe, reach[target])
     mass = context.axes.ring_sum(mass)
-    segment, pattern, offset = (mass > BLOCK * price).nonzero(as_tuple=True)
-    reach = torch.tensor([s.end - s.document_begin for s in segments], device=q.device)
-    kept = offset < reach[segment]
-    diagonals = torch.stack([segment * patterns + pattern, offset], 1)[kept]
+    pattern, place = (mass > BLOCK * price).nonzero(as_tuple=True)
+    segment = torch.searchsorted(ends, place, right=True)
+    offset = place - ends[segment] + torch.tensor(reach, device=q.device)[segment]
+    diagonals = torch.stack([segment * patterns + pattern, offset], 1)
     return Chosen(diagonals, context.axes.ring_gather_rows(torch.cat(columns)))
 
 
@@ -76,5 +83,6 @@ def _block_diagonal_mass(left: Tensor, probe: RowProbabilities, size: int) -> Te
     per_block = torch.einsum("prbt,rtw->prbw", left, weights)
     centre = (probe.rows // BLOCK)[:, None] - probe.key_blocks[None, :]  # [r, b]
     offsets = centre[..., None] + torch.tensor([-1, 0, 1], device=left.device)
-    mass = left.new_zeros(left.shape[0], size)
-    return mass.index_add_(1, offsets.clamp(0, size - 1).flatten(), per_block.flatten(1)) / probe.rows.numel()
+    mass = left.new_zeros(left.shape[0], size + 1)  # the last entry collects what lies beyond the segment's reach
+    mass.index_add_(1, offsets.clamp(0, size).flatten(), per_block.flatten(1))
+    return mass[:, :size] / probe.rows.numel()

@@ -40,7 +40,8 @@ def true_recall(q: Tensor, k: Tensor, index: Index, context: SequenceContext, *,
     flat = kept.flatten().sort().values
     worst = flat[: max(1, flat.numel() // 20)]
     names = ("early", "middle", "late")
-    out = {name: float(part.mean()) for name, part in zip(names, thirds, strict=True) if part.numel()}
+    # fewer than three rows leave a third empty: the mean stands in, since every report must have the same keys
+    out = {n: float(part.mean() if part.numel() else kept.mean()) for n, part in zip(names, thirds, strict=True)}
     return out | {"worst": float(worst.mean()), "mean": float(kept.mean())}
 
 

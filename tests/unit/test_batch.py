@@ -116,6 +116,8 @@ _TOKENS = torch.zeros(2, 8, dtype=torch.long)
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 0, 0, 0, 0]] * 2)}, "values other than 0 and 1"),
         ({"shift_labels": _TOKENS}, "sharded or shifted already"),
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, "must be"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 8])}, "return_position_ids=True"),
+        ({"labels": [[1] * 8] * 2}, "'labels' is a list"),
     ],
 )
 def test_batches_that_cannot_be_sharded_are_refused(change: dict, message: str) -> None:

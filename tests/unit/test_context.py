@@ -14,7 +14,7 @@ from ds_sparse_ring.layout import Layout
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.store import Slot
 
-from .reference import bound, packed_batch
+from .reference import bound, global_qkv, packed_batch
 
 
 def test_a_batch_of_another_layout_or_rank_is_refused() -> None:
@@ -40,6 +40,63 @@ def test_tensors_that_are_not_of_the_sequence_are_refused(q_shape, k_shape, mess
     _, _, context = bound([300])
     with pytest.raises(SparseRingError, match=message):
         sparse_ring_attention(torch.zeros(q_shape), torch.zeros(k_shape), torch.zeros(k_shape), context, layer=0, scale=1.0)
+
+
+def test_mixed_dtypes_and_values_of_other_heads_are_refused() -> None:
+    _, _, context = bound([64])
+    q, k = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8)
+    for wrong in (k.bfloat16(), k[:, :1], k[..., :4]):
+        with pytest.raises(SparseRingError, match="one dtype and head size"):
+            sparse_ring_attention(q, k, wrong, context, layer=0, scale=1.0)
+
+
+@pytest.mark.parametrize("selector", [{"kind": "price", "price": 1e-3}, {"kind": "top_p", "p": 0.5}, {"kind": "full"}])
+def test_under_autocast_attention_is_that_of_autocasts_dtype(selector: dict) -> None:
+    _, sequence, context = bound([300], segment_tokens=128, selector=selector)
+    q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16, dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = sparse_ring_attention(q, k, v.bfloat16(), context, layer=0, scale=0.25)
+        mixed.float().sum().backward()
+    plain = sparse_ring_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), context, layer=0, scale=0.25)
+    assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, plain)
+    assert q.grad is not None and q.grad.dtype == torch.float32 and torch.isfinite(q.grad).all()
+
+
+def test_a_second_derivative_is_refused_instead_of_wrong() -> None:
+    _, sequence, context = bound([64])
+    q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16))
+    out = sparse_ring_attention(q, k, v, context, layer=0, scale=0.25)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_the_meter_stays_small_and_its_reports_have_the_same_keys_for_any_length() -> None:
+    ring = SparseRing(SparseRingConfig(segment_tokens=64, true_recall_rows=8))
+    for lengths in ([300], [2], [1]):
+        sequence = ring.sequence_batch(packed_batch(lengths))["sparse_ring"]
+        q, k, v = (x[None] for x in global_qkv(sequence, 2, 1, 16))
+        ring.meter.active = lengths != [1]
+        sparse_ring_attention(q, k, v, ring.bind(sequence), layer=0, scale=0.25)
+    (layer,) = ring.meter.pop()["per_layer"]
+    assert set(layer["true_recall"]) == {"early", "middle", "late", "worst", "mean"}
+    assert 0 < layer["density"] <= 1 and len(layer["head_density"]) == 2
+    assert ring.meter.pop() == {}
+
+
+def test_shards_first_made_in_inference_mode_serve_training() -> None:
+    layout = Layout("striped", 1, 7)
+    with torch.inference_mode():
+        layout.token_ids(0)
+    x = torch.zeros(7 * 64, requires_grad=True)
+    layout.shard(x, 0).sum().backward()
+    assert x.grad is not None and bool((x.grad == 1).all())
+
+
+def test_counting_targets_of_nothing_is_refused() -> None:
+    ring = SparseRing(SparseRingConfig())
+    with pytest.raises(SparseRingError, match="no batch with labels"):
+        ring.count_targets([])
 
 
 def test_heads_per_pattern_that_does_not_fit_the_model_is_refused() -> None:

@@ -240,6 +240,20 @@ def test_strided_inputs_are_read_where_they_are(backend: str, dtype: torch.dtype
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_key_that_is_not_a_number_reaches_the_rows_that_read_it_and_no_others(backend: str) -> None:
+    sequence = _sequence([500])
+    index = random_index(sequence, 2, 1, columns=9, diagonals=1)
+    q, k, v = global_qkv(sequence, 2, 1, 16, dtype=torch.float32)
+    token = int(index.columns(1, 0)[0])
+    k[0, token] = float("nan")
+    o, _, dq, *_ = _run(get_kernel(backend), q, k, v, _gradient(q), index, 0.25)
+    reads = dense_mask(index, 2, q.shape[1])[:, :, token]
+    assert reads.any() and not reads.all()
+    assert torch.equal(o.isnan().any(-1), reads)
+    assert dq.isnan().any(-1)[reads].all()
+
+
 def test_the_reference_does_not_depend_on_its_tile_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = _sequence([640])
     index = random_index(sequence, 2, 1, columns=150, diagonals=8)

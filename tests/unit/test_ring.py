@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -123,6 +125,7 @@ class TestRing(DistributedTest):
 
     def test_imbalance_and_density_are_reduced_over_ranks(self) -> None:
         ring, sequence, context = bound([64 * 9], layout="contiguous", selector={"kind": "full"})
+        ring.meter.active = True
         q, k, v = global_qkv(sequence, 2, 1, 16)
         _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
         report = ring.meter.pop()
@@ -176,6 +179,25 @@ class TestCheckpointing(DistributedTest):
             assert calls["select_index"] == 2
             assert calls["ring_forward"] == (4 if checkpointed and keep == "index" else 2)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def test_a_forward_pass_without_backward_leaves_nothing_behind(self) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        from ds_sparse_ring.store import checkpoint_context_fn
+
+        _, sequence, context = bound([200])
+        q, k, v = (_shard(x, sequence).requires_grad_() for x in global_qkv(sequence, 2, 1, 16))
+        alive = []
+
+        def layer(q, k, v):
+            out = sparse_ring_attention(q, k, v, context, layer=0, scale=0.25)
+            alive.append(weakref.ref(out.untyped_storage()))
+            return out.square()
+
+        out = checkpoint(layer, q, k, v, use_reentrant=False, context_fn=checkpoint_context_fn)
+        del out
+        gc.collect()
+        assert alive[0]() is None
 
     def test_backward_twice_replays_twice(self) -> None:
         from torch.utils.checkpoint import checkpoint

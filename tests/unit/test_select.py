@@ -235,6 +235,24 @@ def test_forced_entries_are_always_there() -> None:
             assert index.columns(s, 1).tolist() == list(range(begin, begin + 5))
 
 
+def test_many_short_documents_take_memory_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masses of diagonals are kept per segment and reach, not per segment and sequence."""
+    _, sequence, context = bound([64] * 200, segment_tokens=64)
+    q, k, _ = global_qkv(sequence, 2, 1, 16)
+    sizes: list[int] = []
+    new_zeros = torch.Tensor.new_zeros
+
+    def counting(self, *size, **options):
+        out = new_zeros(self, *size, **options)
+        sizes.append(out.numel())
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counting)
+    index = _selected(q, k, context)
+    assert max(sizes) <= q.numel()
+    assert all(index.diagonals(s, p).tolist() == [0] for s in range(200) for p in range(2))
+
+
 def test_full_selection_is_the_full_index() -> None:
     _, sequence, context = bound([300], selector=FullSelector())
     q, k, _ = global_qkv(sequence, 2, 1, 16)

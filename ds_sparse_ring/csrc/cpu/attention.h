@@ -25,9 +25,12 @@ inline void apply_masks(const Tile& tile, float* scores) {
   if (tile.diagonal)
     for (int64_t r = 0; r < kBlock; ++r)
       for (int64_t c = r + 1; c < kBlock; ++c) scores[r * kBlock + c] = -infinity;
-  if (tile.biased)
+  if (tile.biased)  // a choice, not a sum: a NaN in a column must not reach rows that do not read it
     for (int64_t r = 0; r < kBlock; ++r)
-      for (int64_t c = 0; c < kBlock; c += W) store(scores + r * kBlock + c, load(scores + r * kBlock + c) + load(tile.bias + c));
+      for (int64_t c = 0; c < kBlock; c += W) {
+        const vf bias = load(tile.bias + c);
+        store(scores + r * kBlock + c, bias == vf{} ? load(scores + r * kBlock + c) : bias);
+      }
 }
 
 struct SoftmaxState {

@@ -29,7 +29,7 @@ inline float reduce_sum(vf x) {
   return out;
 }
 
-// exp(x) for x <= 0 and a little above; below the smallest normal result, and for -inf, exactly 0. x = n ln 2 + r with
+// exp(x) for x <= 0 and a little above; below the smallest normal result, and for -inf, exactly 0; NaN for NaN. x = n ln 2 + r with
 // |r| <= ln 2 / 2, a polynomial in r (Taylor coefficients; the remainder is below 2e-8 relative), then n goes into the exponent.
 inline vf vexp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which then sits in the low bits
@@ -47,7 +47,8 @@ inline vf vexp(vf x) {
   p = p * r + splat(1.0f);
   p = p * r + splat(1.0f);
   const vi power = (vi)shifted << 23;
-  return x < splat(-87.0f) ? vf{} : (vf)((vi)p + power);
+  const vf result = x < splat(-87.0f) ? vf{} : (vf)((vi)p + power);
+  return x == x ? result : x;
 }
 
 }  // namespace
