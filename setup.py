@@ -19,6 +19,14 @@ def compiled_ops() -> dict:
     """Arguments of ``setup`` for the ops to build."""
     if os.environ.get("DS_BUILD_OPS", "0") != "1":
         return {}
+    try:
+        import deepspeed  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(
+            f"DS_BUILD_OPS=1 compiles against the installed torch and DeepSpeed, but {error}: install both, then "
+            "DS_BUILD_OPS=1 pip install --no-build-isolation ."
+        ) from None
     sys.path.insert(0, str(ROOT))
     import ds_sparse_ring
 

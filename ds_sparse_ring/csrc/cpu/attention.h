@@ -71,6 +71,12 @@ struct SoftmaxState {
     for (int64_t r = 0; r < kBlock; ++r) {
       if (total[r] == 0) continue;
       const float lse = largest[r] + std::log(total[r]);
+      if (lse_acc[r] == -__builtin_inff()) {  // the first result of this row: nothing to read
+        const vf scale = splat(1.0f / total[r]);
+        for (int64_t d = 0; d < head_size; d += W) store(o_acc + r * head_size + d, load(o + r * head_size + d) * scale);
+        lse_acc[r] = lse;
+        continue;
+      }
       const float high = lse_acc[r] > lse ? lse_acc[r] : lse;
       const float old_weight = std::exp(lse_acc[r] - high), new_weight = std::exp(lse - high);
       const float sum = old_weight + new_weight;
