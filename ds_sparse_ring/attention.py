@@ -39,6 +39,7 @@ class _Kept:
     columns: ColumnKV | None = None
 
 
+@torch.compiler.disable  # communicates and reads its index on the host: a compiled model calls it as it is
 def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, layer: int, scale: float) -> Tensor:
     """Causal attention of this rank's queries over the whole sequence, as sparse as the context's selector makes it.
 

@@ -62,6 +62,29 @@ def test_under_autocast_attention_is_that_of_autocasts_dtype(selector: dict) -> 
     assert q.grad is not None and q.grad.dtype == torch.float32 and torch.isfinite(q.grad).all()
 
 
+def test_a_compiled_model_calls_attention_as_it_is_and_gradients_stay() -> None:
+    _, sequence, context = bound([200])
+    results = []
+    for compiled in (False, True):
+        q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16, dtype=torch.float32))
+
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return sparse_ring_attention(2 * q, k, v, context, layer=0, scale=0.25).square().sum()
+
+        run = torch.compile(layer, backend="eager") if compiled else layer
+        loss = run(q, k, v)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (q, k, v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_have_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
+    _, sequence, context = bound([100])
+    q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16, dtype=dtype))
+    out = sparse_ring_attention(q, k, v, context, layer=0, scale=0.25)
+    assert {x.dtype for x in (out, *torch.autograd.grad(out.sum(), (q, k, v)))} == {dtype}
+
+
 def test_a_second_derivative_is_refused_instead_of_wrong() -> None:
     _, sequence, context = bound([64])
     q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16))
