@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import Transfer
 
@@ -45,24 +46,21 @@ class Axes:
         return self.rank // self.ring_size
 
     @classmethod
-    def create(cls, ring_size: int | None) -> Axes:
-        """Build the groups; every rank of the world calls it. ``ring_size`` None puts all ranks into one ring.
+    def create(cls, config: SparseRingConfig) -> Axes:
+        """Build the groups for the configuration's degree; every rank of the world calls it.
 
         Raises:
-            SparseRingError: the ring size does not divide the world.
+            SparseRingError: the degree does not divide the world.
         """
         if not dist.is_initialized():
-            if ring_size not in (None, 1):
+            if config.degree not in (None, 1):
                 raise SparseRingError(
-                    f"sparse_ring.degree is {ring_size}, but torch.distributed is not initialised: start with the deepspeed "
+                    f"sparse_ring.degree is {config.degree}, but torch.distributed is not initialised: start with the deepspeed "
                     "launcher and call deepspeed.init_distributed() first, or set degree to 1"
                 )
             return cls(1, 0, 1)
         world, rank = dist.get_world_size(), dist.get_rank()
-        ring = world if ring_size is None else ring_size
-        if world % ring:
-            possible = [d for d in range(1, world + 1) if world % d == 0]
-            raise SparseRingError(f"sparse_ring.degree {ring} does not divide {world} ranks; possible: {possible}")
+        ring = config.check_degree(world)
         ring_group = data_group = None
         for first in range(0, world, ring):  # every rank creates every group, in the same order
             group = dist.new_group(list(range(first, first + ring))) if ring > 1 else None

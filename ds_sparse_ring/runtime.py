@@ -41,7 +41,7 @@ class SparseRing:
             SparseRingError: a degree that does not divide the world, or a backend that does not run here.
         """
         self.config = config
-        self.axes = Axes.create(config.degree)
+        self.axes = Axes.create(config)
         self.kernel = get_kernel(config.backend)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
         self.step = 0
