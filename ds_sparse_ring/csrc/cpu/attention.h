@@ -2,9 +2,9 @@
 //
 // Forward: for each query block and head, online softmax over chunks of key tiles, then one merge into the accumulators.
 // Backward, one pass over the scores (10 d per entry, nothing recomputed twice): each thread owns a run of query blocks, so dq
-// needs no lock; dk and dv go to buffers of its own, added in a fixed order afterwards. Columns follow in a second loop, parallel
-// over (segment, pattern), where dq and the columns' gradients both have one owner. Results depend on the number of threads
-// only through that order, never on timing.
+// needs no lock; dk and dv of a head shared with the run before go to buffers of its own, added in a fixed order afterwards.
+// Columns follow in a second loop, parallel over (segment, pattern), where dq and the columns' gradients both have one owner.
+// Results depend on the number of threads only through that order, never on timing.
 #pragma once
 
 namespace {
@@ -19,6 +19,30 @@ struct Tile {
   float bias[kBlock];                        // 0 or -inf per key, used if `biased`
   bool biased;
 };
+
+// The three products of a tile. Of a diagonal tile only the lower triangle is computed, in steps of 16 rows: with few keys per
+// query block that is a good part of the work.
+constexpr int64_t kStep = 16;
+
+// out[64, 64] = x y^T for rows x [64, D] and keys given packed; above a diagonal tile's steps nothing is written
+inline void score_product(const Tile& tile, const float* x, const float* packed, int64_t d, float* out) {
+  if (!tile.diagonal) return gemm(kBlock, kBlock, d, {x, d, 1}, packed, kBlock, out, kBlock, false);
+  for (int64_t r = 0; r < kBlock; r += kStep)
+    gemm(kStep, r + kStep, d, {x + r * d, d, 1}, packed, kBlock, out + r * kBlock, kBlock, false);
+}
+
+// out[64, D] += w y for weights w [64, 64] and keys or values y [keys, D]
+inline void row_product(const Tile& tile, const float* w, const float* y, int64_t d, float* out) {
+  if (!tile.diagonal) return gemm(kBlock, d, tile.keys, {w, kBlock, 1}, y, d, out, d, true);
+  for (int64_t r = 0; r < kBlock; r += kStep) gemm(kStep, d, r + kStep, {w + r * kBlock, kBlock, 1}, y, d, out + r * d, d, true);
+}
+
+// out[keys, D] += w^T x for weights w [64, 64] and rows x [64, D]
+inline void key_product(const Tile& tile, const float* w, const float* x, int64_t d, float* out) {
+  if (!tile.diagonal) return gemm(tile.keys, d, kBlock, {w, 1, kBlock}, x, d, out, d, true);
+  for (int64_t c = 0; c < kBlock; c += kStep)
+    gemm(kStep, d, kBlock - c, {w + c * kBlock + c, 1, kBlock}, x + c * d, d, out + c * d, d, true);
+}
 
 inline void apply_masks(const Tile& tile, float* scores) {
   const float infinity = __builtin_inff();
@@ -42,19 +66,19 @@ struct SoftmaxState {
     std::memset(o, 0, sizeof(float) * kBlock * head_size);
   }
 
-  // scores of `count` tiles -> probabilities against the new maximum; what was there before is rescaled to it
-  void update(float* scores, int count, int64_t head_size) {
+  // raw scores of `count` tiles -> probabilities against the new maximum; what was there before is rescaled to it
+  void update(float* scores, int count, int64_t head_size, float scale) {
     for (int64_t r = 0; r < kBlock; ++r) {
-      vf m = splat(largest[r]);
+      vf m = splat(-__builtin_inff());
       for (int t = 0; t < count; ++t)
         for (int64_t c = 0; c < kBlock; c += W) m = vmax(m, load(scores + t * kTile + r * kBlock + c));
-      const float next = reduce_max(m);
+      const float seen = reduce_max(m) * scale, next = seen > largest[r] ? seen : largest[r];
       const float base = next == -__builtin_inff() ? 0.0f : next;  // a row without a key so far
       vf sum = vf{};
       for (int t = 0; t < count; ++t)
         for (int64_t c = 0; c < kBlock; c += W) {
           float* at = scores + t * kTile + r * kBlock + c;
-          const vf weight = vexp(load(at) - splat(base));
+          const vf weight = vexp(load(at) * splat(scale) - splat(base));
           store(at, weight);
           sum += weight;
         }
@@ -88,18 +112,14 @@ struct SoftmaxState {
   }
 };
 
-inline void attend(const Tile* tiles, int count, const float* q, int64_t head_size, float* scores, SoftmaxState& state) {
+inline void attend(const Tile* tiles, int count, const float* q, int64_t head_size, float scale, float* scores,
+                   SoftmaxState& state) {
   for (int t = 0; t < count; ++t) {
-    gemm(kBlock, kBlock, head_size, {q, head_size, 1}, tiles[t].k_packed, kBlock, scores + t * kTile, kBlock, false);
+    score_product(tiles[t], q, tiles[t].k_packed, head_size, scores + t * kTile);
     apply_masks(tiles[t], scores + t * kTile);
   }
-  state.update(scores, count, head_size);
-  for (int t = 0; t < count; ++t)
-    gemm(kBlock, head_size, tiles[t].keys, {scores + t * kTile, kBlock, 1}, tiles[t].v, head_size, state.o, head_size, true);
-}
-
-inline void scale_rows(const float* q, float scale, int64_t size, float* out) {
-  for (int64_t i = 0; i < size; i += W) store(out + i, load(q + i) * splat(scale));
+  state.update(scores, count, head_size, scale);
+  for (int t = 0; t < count; ++t) row_product(tiles[t], scores + t * kTile, tiles[t].v, head_size, state.o);
 }
 
 struct Call {  // what all tiles of a call share
@@ -147,31 +167,30 @@ struct Call {  // what all tiles of a call share
   }
 };
 
-inline void forward_block(const Call& call, const QueryBlock& query, int64_t head, KeyBlocks& keys, float* q, float* scores,
-                          SoftmaxState& state, const ForwardOutput& out) {
+inline void forward_block(const Call& call, const QueryBlock& query, int64_t head, KeyBlocks& keys, float* scores, SoftmaxState& state,
+                          const ForwardOutput& out) {
   const Problem& p = call.p;
   const int64_t pattern = head / p.index.heads_per_pattern, kv_head = head / (p.heads / p.kv_heads);
   const int64_t row = (head * p.q_blocks + query.local) * kBlock, d = p.head_size;
   keys.find(p, query, pattern);
   const int64_t columns = call.columns_of(query, pattern);
   if (keys.count + columns == 0) return;
-  scale_rows(p.q + row * d, p.scale, kBlock * d, q);
+  const float* q = p.q + row * d;
   state.reset(d);
   Tile tiles[kChunk];
   int count = 0;
   for (int64_t i = 0; i < keys.count + columns; ++i) {
     if (i < keys.count) tiles[count++] = call.block(kv_head, keys.local[i], i == keys.diagonal);
     else if (call.column(query, pattern, i - keys.count, tiles[count])) ++count;
-    if (count == kChunk) attend(tiles, count, q, d, scores, state), count = 0;
+    if (count == kChunk) attend(tiles, count, q, d, p.scale, scores, state), count = 0;
   }
-  if (count) attend(tiles, count, q, d, scores, state);
+  if (count) attend(tiles, count, q, d, p.scale, scores, state);
   state.merge(out.o + row * d, out.lse + row, d);
 }
 
 struct Workspace {  // one thread's buffers
-  Buffer q, scores, d_scores, o;
-  explicit Workspace(int64_t head_size)
-      : q(kBlock * head_size), scores(kChunk * kTile), d_scores(kTile), o(kBlock * head_size) {}
+  Buffer scores, d_scores, o;
+  explicit Workspace(int64_t head_size) : scores(kChunk * kTile), d_scores(kTile), o(kBlock * head_size) {}
 };
 
 struct Gradients {  // where the gradients of a tile's keys and values go, [keys, D] each
@@ -179,38 +198,31 @@ struct Gradients {  // where the gradients of a tile's keys and values go, [keys
 };
 
 struct RowData {  // one query block of one head
-  const float *q_scaled, *d_o, *lse, *delta;
-  float* dq;  // [64, D], without the factor `scale`
+  const float *q, *d_o, *lse, *delta;
+  float* dq;  // [64, D]
+  RowData(const Problem& p, const BackwardInput& in, float* dq_all, int64_t head, int64_t local) {
+    const int64_t row = (head * p.q_blocks + local) * kBlock, at = row * p.head_size;
+    q = p.q + at, d_o = in.d_o + at, lse = in.lse + row, delta = in.delta + row, dq = dq_all + at;
+  }
 };
 
-inline void backward_tile(const Tile& tile, const RowData& rows, int64_t d, float* p, float* ds, const Gradients& out) {
-  gemm(kBlock, kBlock, d, {rows.q_scaled, d, 1}, tile.k_packed, kBlock, p, kBlock, false);
+inline void backward_tile(const Tile& tile, const RowData& rows, int64_t d, float scale, Workspace& work, const Gradients& out) {
+  float *p = work.scores.data, *ds = work.d_scores.data;
+  score_product(tile, rows.q, tile.k_packed, d, p);
   apply_masks(tile, p);
-  gemm(kBlock, kBlock, d, {rows.d_o, d, 1}, tile.v_packed, kBlock, ds, kBlock, false);
+  score_product(tile, rows.d_o, tile.v_packed, d, ds);
   for (int64_t r = 0; r < kBlock; ++r) {
     // a row without any key at all has lse = -inf: its scores here are all masked, and 0 keeps the difference at -inf
     const vf lse = splat(rows.lse[r] == -__builtin_inff() ? 0.0f : rows.lse[r]), delta = splat(rows.delta[r]);
     for (int64_t c = 0; c < kBlock; c += W) {
-      const vf weight = vexp(load(p + r * kBlock + c) - lse);
+      const vf weight = vexp(load(p + r * kBlock + c) * splat(scale) - lse);
       store(p + r * kBlock + c, weight);
-      store(ds + r * kBlock + c, weight * (load(ds + r * kBlock + c) - delta));
+      store(ds + r * kBlock + c, weight * (load(ds + r * kBlock + c) - delta) * splat(scale));
     }
   }
-  gemm(tile.keys, d, kBlock, {p, 1, kBlock}, rows.d_o, d, out.dv, d, true);
-  gemm(tile.keys, d, kBlock, {ds, 1, kBlock}, rows.q_scaled, d, out.dk, d, true);
-  gemm(kBlock, d, tile.keys, {ds, kBlock, 1}, tile.k, d, rows.dq, d, true);
-}
-
-// Run `visit(rows)` with the rows of a query block, then add its dq, scaled, to the output.
-template <typename Visit>
-inline void with_rows(const Problem& p, const BackwardInput& in, float* dq, int64_t head, int64_t local, Workspace& work,
-                      const Visit& visit) {
-  const int64_t row = (head * p.q_blocks + local) * kBlock, d = p.head_size;
-  scale_rows(p.q + row * d, p.scale, kBlock * d, work.q.data);
-  std::memset(work.o.data, 0, sizeof(float) * kBlock * d);
-  visit(RowData{work.q.data, in.d_o + row * d, in.lse + row, in.delta + row, work.o.data});
-  for (int64_t i = 0; i < kBlock * d; i += W)
-    store(dq + row * d + i, load(dq + row * d + i) + load(work.o.data + i) * splat(p.scale));
+  key_product(tile, p, rows.d_o, d, out.dv);
+  key_product(tile, ds, rows.q, d, out.dk);
+  row_product(tile, ds, tile.k, d, rows.dq);
 }
 
 // Work (in tiles) of each (key/value head, query block), cut into one contiguous run of equal work per thread.
@@ -251,19 +263,17 @@ struct Shares {
   Shares& operator=(const Shares&) = delete;
 };
 
-// Private dk and dv of the key/value heads [first, last) that a thread's run touches.
+// Private dk and dv of the key/value head in whose middle a thread's run begins: the run before it has written to the outputs.
+// Every other head that the run touches begins in it, and goes to the outputs directly.
 struct PrivateGradients {
-  int64_t first, last, size;
+  int64_t kv_head;  // -1: none
   Buffer dk, dv;
   PrivateGradients(const Problem& p, int64_t begin, int64_t end)
-      : first(begin / p.q_blocks),
-        last(begin < end ? (end - 1) / p.q_blocks + 1 : begin / p.q_blocks),
-        size(p.k_blocks * kBlock * p.head_size),
-        dk((last - first) * size, true),
-        dv((last - first) * size, true) {}
-  Gradients at(const Problem& p, int64_t kv_head, int64_t local) const {
-    const int64_t offset = (kv_head - first) * size + local * kBlock * p.head_size;
-    return {dk.data + offset, dv.data + offset};
+      : kv_head(begin < end && begin % p.q_blocks ? begin / p.q_blocks : -1), dk(size(p), true), dv(size(p), true) {}
+  int64_t size(const Problem& p) const { return kv_head < 0 ? 0 : p.k_blocks * kBlock * p.head_size; }
+  Gradients at(const Problem& p, const BackwardOutput& out, int64_t head, int64_t local) const {
+    const int64_t offset = local * kBlock * p.head_size, all = head * p.k_blocks * kBlock * p.head_size + offset;
+    return head == kv_head ? Gradients{dk.data + offset, dv.data + offset} : Gradients{out.dk + all, out.dv + all};
   }
 };
 
@@ -284,12 +294,10 @@ inline void backward_slashes(const Call& call, const BackwardInput& in, const Ba
         const QueryBlock query = call.query(u % p.q_blocks);
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
           keys.find(p, query, head / p.index.heads_per_pattern);
-          if (keys.count == 0) continue;
-          with_rows(p, in, out.dq, head, query.local, work, [&](const RowData& rows) {
-            for (int64_t i = 0; i < keys.count; ++i)
-              backward_tile(call.block(kv_head, keys.local[i], i == keys.diagonal), rows, d, work.scores.data,
-                            work.d_scores.data, parts[t]->at(p, kv_head, keys.local[i]));
-          });
+          const RowData rows(p, in, out.dq, head, query.local);
+          for (int64_t i = 0; i < keys.count; ++i)
+            backward_tile(call.block(kv_head, keys.local[i], i == keys.diagonal), rows, d, p.scale, work,
+                          parts[t]->at(p, out, kv_head, keys.local[i]));
         }
       }
     }
@@ -297,9 +305,8 @@ inline void backward_slashes(const Call& call, const BackwardInput& in, const Ba
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < p.kv_heads * size; i += kBlock)
       for (int t = 0; t < threads; ++t) {
-        const int64_t kv_head = i / size;
-        if (kv_head < parts[t]->first || kv_head >= parts[t]->last) continue;
-        const int64_t at = i - parts[t]->first * size;
+        if (parts[t]->kv_head != i / size) continue;
+        const int64_t at = i % size;
         for (int64_t x = 0; x < kBlock; x += W) {
           store(out.dk + i + x, load(out.dk + i + x) + load(parts[t]->dk.data + at + x));
           store(out.dv + i + x, load(out.dv + i + x) + load(parts[t]->dv.data + at + x));
@@ -316,6 +323,7 @@ inline void backward_columns(const Call& call, const BackwardInput& in, const Ba
 #pragma omp parallel num_threads(threads)
   {
     Workspace work(d);
+    Tile tile;
 #pragma omp for schedule(dynamic)
     for (int64_t row = 0; row < p.index.segments * p.index.patterns; ++row) {
       const int64_t pattern = row % p.index.patterns;
@@ -324,15 +332,12 @@ inline void backward_columns(const Call& call, const BackwardInput& in, const Ba
         const int64_t columns = query.segment == row / p.index.patterns ? call.columns_of(query, pattern) : 0;
         if (columns == 0) continue;
         for (int64_t head = pattern * shared; head < (pattern + 1) * shared; ++head)
-          with_rows(p, in, out.dq, head, local, work, [&](const RowData& rows) {
-            Tile tile;
-            for (int64_t t = 0; t < columns; ++t)
-              if (call.column(query, pattern, t, tile)) {
-                const int64_t at = (p.index.column_ptr[row] + t * kBlock) * d;
-                backward_tile(tile, rows, d, work.scores.data, work.d_scores.data,
-                              {out.d_column_k + at, out.d_column_v + at});
-              }
-          });
+          for (int64_t t = 0; t < columns; ++t)
+            if (call.column(query, pattern, t, tile)) {
+              const int64_t at = (p.index.column_ptr[row] + t * kBlock) * d;
+              backward_tile(tile, RowData(p, in, out.dq, head, local), d, p.scale, work,
+                            {out.d_column_k + at, out.d_column_v + at});
+            }
       }
     }
   }
@@ -352,7 +357,7 @@ inline void forward_all(const Problem& p, const ForwardOutput& out, int threads)
     // the last query blocks of a head have most keys: they go first, so that the threads finish together
 #pragma omp for schedule(dynamic)
     for (int64_t unit = p.heads * p.q_blocks - 1; unit >= 0; --unit)
-      forward_block(call, call.query(unit / p.heads), unit % p.heads, keys, work.q.data, work.scores.data, state, out);
+      forward_block(call, call.query(unit / p.heads), unit % p.heads, keys, work.scores.data, state, out);
   }
 }
 

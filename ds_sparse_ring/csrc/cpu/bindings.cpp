@@ -66,6 +66,7 @@ Problem make_problem(const Tensor& q, const Tensor& k, const Tensor& v, at::IntA
   TORCH_CHECK(q.size(2) == k.size(2) && q.size(2) % 16 == 0, "the head size must be a multiple of 16");
   TORCH_CHECK(q.size(1) % kBlock == 0 && k.size(1) % kBlock == 0, "tokens must be a multiple of ", kBlock);
   TORCH_CHECK(k.size(0) > 0 && q.size(0) % k.size(0) == 0, "query heads must be a multiple of key/value heads");
+  TORCH_CHECK(scale > 0, "the scale must be positive");
   TORCH_CHECK(maps.size() == 4 && shape.size() == 4 && !index.empty() && maps[0] > 0 && maps[2] > 0, "bad block maps");
   Problem p{};
   p.heads = q.size(0), p.kv_heads = k.size(0), p.head_size = q.size(2);
