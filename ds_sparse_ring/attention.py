@@ -134,9 +134,7 @@ def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext)
     if not isinstance(index, VerticalSlash) or index.column_values.numel() == 0:
         return None
     row, held, kv_head = _column_places(k, index, context)
-    gathered = k.new_zeros(2, row.numel(), k.shape[2])
-    gathered[0, held] = k[kv_head[held], row[held]]
-    gathered[1, held] = v[kv_head[held], row[held]]
+    gathered = torch.stack([k[kv_head, row], v[kv_head, row]]).masked_fill_(~held[:, None], 0)
     gathered = context.axes.ring_sum(gathered)
     return ColumnKV(gathered[0], gathered[1])
 
@@ -157,14 +155,15 @@ def ring_forward(
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
     """
-    o = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-    lse = o.new_full(q.shape[:2], float("-inf"))
+    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
+    o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
     kv = torch.stack([k, v])
-    pending_columns = columns
-    for hop in ring_plan(context.layout, context.rank).hops:
+    for hop in plan.hops:
         arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
         for q_span, k_span in hop.work:
             rows, keys = q_span.tokens, k_span.tokens
+            own = hop.source == context.rank and q_span == k_span
             context.kernel.forward(
                 q[:, rows],
                 kv[0][:, keys],
@@ -173,7 +172,8 @@ def ring_forward(
                 o[:, rows],
                 lse[:, rows],
                 # the columns are one local task per query span: done with its own keys
-                pending_columns if hop.source == context.rank and q_span == k_span else None,
+                columns if own else None,
+                overwrite=own,
             )
         kv = arriving.wait()
     return o.to(q.dtype), lse
@@ -194,15 +194,15 @@ def ring_backward(
     """Walk the ring again: gradients of keys and values travel behind them, summed in ring order, and end at home.
 
     Returns:
-        dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the accumulator's dtype.
+        dq ``[H, n, D]`` in q's or the accumulator's dtype, dk, dv ``[K, n, D]`` in the accumulator's.
     """
-    acc = accumulator_dtype(q.dtype)
-    delta = (do.to(acc) * o.to(acc)).sum(-1)
-    dq = torch.zeros(q.shape, dtype=acc, device=q.device)
+    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
+    delta = context.kernel.delta(do, o)
+    dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
     kv = torch.stack([k, v])
     travelling = None
-    for hop in ring_plan(context.layout, context.rank).hops:
+    for hop in plan.hops:
         arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
         for q_span, k_span in hop.work:
@@ -221,6 +221,7 @@ def ring_backward(
                 dkv[1][:, keys],
                 columns if own else None,
                 d_columns if own else None,
+                overwrite=own,
             )
         if travelling is not None:
             dkv += travelling.wait()
@@ -237,7 +238,7 @@ def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: Vertical
     """Sum the columns' gradients over the ring once and add them where their keys and values live."""
     total = context.axes.ring_sum(torch.stack([d_columns.k, d_columns.v]))
     row, held, kv_head = _column_places(k, index, context)
-    place = kv_head[held] * dkv.shape[2] + row[held]
-    for part in range(2):
-        # columns of different patterns may be one token: index_add_ sums them in order, index_put_ in any order
-        dkv[part].flatten(0, 1).index_add_(0, place, total[part, held])
+    place = kv_head * dkv.shape[2] + row
+    total.masked_fill_(~held[:, None], 0)
+    for part in range(2):  # columns of different patterns and segments may be one token
+        context.kernel.add_rows(dkv[part].flatten(0, 1), place, total[part])

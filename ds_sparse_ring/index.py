@@ -17,8 +17,9 @@ MTraining (arXiv 2510.18830); segments and block diagonals in this form are ours
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,22 @@ class Index(Protocol):
         """Where the columns of (segment, pattern) stand among all columns of the index."""
 
 
+_T = TypeVar("_T")
+
+
+class _Derived:
+    """Tables that kernels make from an index, once, and find again in the replay and in the backward pass."""
+
+    _derived: dict[Any, Any]
+
+    def derived(self, key: Any, make: Callable[[], _T]) -> _T:
+        """What ``make`` gave for this key, the first time."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: _T = self._derived[key]
+        return found
+
+
 class _NoColumns:
     """Part of the indices that know whole blocks only."""
 
@@ -99,7 +116,7 @@ class FullIndex(_NoColumns):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLists(_NoColumns):
+class BlockLists(_NoColumns, _Derived):
     """Key blocks of each query block, named one by one: what selectors of whole blocks and fixed patterns give.
 
     Attributes:
@@ -112,6 +129,7 @@ class BlockLists(_NoColumns):
     heads_per_pattern: int
     block_ptr: Tensor
     block_values: Tensor
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_keys(cls, segments: tuple[Segment, ...], patterns: int, heads_per_pattern: int, pairs: Tensor) -> BlockLists:
@@ -153,7 +171,7 @@ class BlockLists(_NoColumns):
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalSlash:
+class VerticalSlash(_Derived):
     """Diagonals and columns per (segment, pattern) as two compressed rows.
 
     Attributes:
@@ -169,6 +187,7 @@ class VerticalSlash:
     diagonal_values: Tensor
     column_ptr: Tensor
     column_values: Tensor
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_keys(
@@ -218,7 +237,7 @@ class VerticalSlash:
         """Pattern of each column, int64 ``[columns]``."""
         counts = self.column_ptr.diff()
         patterns = torch.arange(counts.numel(), device=counts.device) % self.patterns
-        return torch.repeat_interleave(patterns, counts)
+        return torch.repeat_interleave(patterns, counts, output_size=self.column_values.numel())
 
     def equal(self, other: VerticalSlash) -> bool:
         """True if both select the same entries, bit for bit."""

@@ -47,6 +47,12 @@ class RingPlan:
     rank: int
     hops: tuple[Hop, ...]
 
+    @property
+    def once(self) -> bool:
+        """True if each query span is computed on in one piece: its result is written once, and nothing is merged."""
+        queries = [q_span for hop in self.hops for q_span, _ in hop.work]
+        return len(queries) == len(set(queries))
+
 
 @lru_cache(maxsize=256)
 def ring_plan(layout: Layout, rank: int) -> RingPlan:
@@ -59,5 +65,7 @@ def ring_plan(layout: Layout, rank: int) -> RingPlan:
         work = tuple(
             (q_span, k_span) for q_span in layout.spans(rank) for k_span in layout.spans(source) if q_span.last >= k_span.first
         )
+        # a span's own keys come first: that call has its diagonal, starts its result and takes its columns
+        work = tuple(sorted(work, key=lambda pair: pair[0] != pair[1]))
         hops.append(Hop(source, kv=onward if step < ranks - 1 else None, dkv=onward, work=work))
     return RingPlan(rank, tuple(hops))

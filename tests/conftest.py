@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.budget import TimeBudget
 from tests.worker import DEEPSPEED_TESTS
@@ -19,6 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TIME_BUDGET_S = {"tests/unit": 900.0}
 """Seconds that the tests of a folder may take together. If they take longer, make them smaller."""
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run in its interpreter, which is decided at their import
 
 _WORLD = "_world_size"
 _KEEPER: pytest.StashKey[Any] = pytest.StashKey()
@@ -36,7 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
-    import torch
 
     config.addinivalue_line("markers", "world_size(n): ranks of a method of a DistributedTest; a list is one case each")
     config.pluginmanager.register(TimeBudget(TIME_BUDGET_S), "time-budget")

@@ -8,23 +8,27 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels.contract import ColumnKV, Kernel, Work
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
 
-__all__ = ["ColumnKV", "Kernel", "Work", "get_kernel"]
+__all__ = ["BACKENDS", "ColumnKV", "Kernel", "Work", "get_kernel"]
+
+BACKENDS = ("auto", "triton", "cpu", "torch")
 
 
 def get_kernel(backend: str) -> Kernel:
-    """The kernel of a backend name. "auto": the C++ kernels on a CPU that can have them, else the reference.
+    """The kernel of a backend name. "auto": Triton on a GPU, the C++ kernels on a CPU that can have them, else the reference.
 
     Raises:
         SparseRingError: an unknown backend, or one that cannot be had here.
     """
     if backend == "torch":
         return TorchKernel()
-    if backend not in ("auto", "cpu"):
-        raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use 'auto', 'cpu' or 'torch'")
+    if backend not in BACKENDS:
+        raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
+    if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
+        return _triton_kernel()
     from ds_sparse_ring.op_builder import CPUAttentionBuilder  # imports DeepSpeed
 
     builder = CPUAttentionBuilder()
-    if backend == "auto" and (torch.cuda.is_available() or not (builder.is_prebuilt() or builder.is_compatible())):
+    if backend == "auto" and not (builder.is_prebuilt() or builder.is_compatible()):
         return TorchKernel()
     from ds_sparse_ring.kernels.cpu import CPUKernel
 
@@ -34,3 +38,14 @@ def get_kernel(backend: str) -> Kernel:
         raise SparseRingError(
             f'sparse_ring.backend: the CPU kernels could not be built: {error}. Set "backend": "torch" to do without them'
         ) from error
+
+
+def _triton_kernel() -> Kernel:
+    try:
+        from ds_sparse_ring.kernels.triton_attention import TritonKernel
+    except ImportError as error:
+        raise SparseRingError(
+            f"sparse_ring.backend: the GPU kernels need Triton, which cannot be imported here ({error}): install a build of torch "
+            'that comes with it, pip install triton, or set "backend": "torch" (right, but slow)'
+        ) from error
+    return TritonKernel()

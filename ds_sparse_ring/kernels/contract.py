@@ -60,6 +60,8 @@ class Kernel(Protocol):
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """Merge the attention of q over the span's active keys (and over ``columns``, if given) into the accumulators.
 
@@ -67,6 +69,8 @@ class Kernel(Protocol):
             q: ``[H, n, D]``; k, v: ``[K, m, D]``.
             o_acc: ``[H, n, D]`` normalised output so far; lse_acc: ``[H, n]`` its lse_nat.
             columns: given in exactly one call per query span. Rows without an active key keep o = 0, lse = -inf.
+            overwrite: this is the first call of its rows: whatever the accumulators hold is overwritten. ``o_acc`` may then have
+                the input's dtype, if no other call follows.
         """
 
     def backward(
@@ -83,18 +87,33 @@ class Kernel(Protocol):
         dv: Tensor,
         columns: ColumnKV | None = None,
         d_columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """Add the gradients of the same work to ``dq`` ``[H, n, D]``, ``dk``, ``dv`` ``[K, m, D]`` and ``d_columns``.
 
         Args:
             do: ``[H, n, D]``; lse: ``[H, n]`` lse_nat of the whole row (all calls merged);
-            delta: ``[H, n]`` row sums of do * o. All in the accumulator's dtype, as are the outputs.
+            delta: ``[H, n]`` row sums of do * o, see :meth:`delta`. lse, delta and the outputs: in the accumulator's dtype.
+            overwrite: as for :meth:`forward`, for ``dq`` alone.
         """
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        """Row sums of do * o in the accumulator's dtype: ``[H, n, D]`` twice -> ``[H, n]``."""
+
+    def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
+        """``out[place[i]] += x[i]`` for ``out`` ``[rows, D]``, ``place`` int64 ``[C]``, ``x`` ``[C, D]``; repeats bit for bit."""
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Accumulators without any key for queries ``[H, n, D]``: o = 0, lse = -inf."""
+    o = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+    return o, o.new_full(q.shape[:2], float("-inf"))
 
 
 def merge(o_acc: Tensor, lse_acc: Tensor, o: Tensor, lse: Tensor) -> None:

@@ -19,7 +19,7 @@ _ALIGNMENT = 16  # head sizes are padded to full vectors
 _COMPILED = (torch.float32, torch.bfloat16)
 
 
-class CPUKernel:
+class CPUKernel(TorchKernel):
     """The kernel contract in C++ with OpenMP and AVX-512, AVX2 or neither, whichever the processor has."""
 
     name = "cpu"
@@ -35,7 +35,6 @@ class CPUKernel:
         """
         CPUAttentionBuilder().load()
         self._instruction_set = instruction_set
-        self._reference = TorchKernel()
 
     def forward(
         self,
@@ -46,10 +45,12 @@ class CPUKernel:
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """See `Kernel.forward`."""
-        if q.dtype not in _COMPILED:
-            return self._reference.forward(q, k, v, work, o_acc, lse_acc, columns)
+        if q.dtype not in _COMPILED or overwrite:
+            return super().forward(q, k, v, work, o_acc, lse_acc, columns, overwrite=overwrite)
         o, lse = _padded(o_acc), lse_acc.contiguous()
         torch.ops.ds_sparse_ring_cpu.forward(
             *_call(q, k, v), *_geometry(work), work.scale, *_columns(columns), o, lse, self._instruction_set
@@ -70,10 +71,12 @@ class CPUKernel:
         dv: Tensor,
         columns: ColumnKV | None = None,
         d_columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """See `Kernel.backward`."""
-        if q.dtype not in _COMPILED:
-            return self._reference.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns)
+        if q.dtype not in _COMPILED or overwrite:
+            return super().backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
         out = [_padded(x) for x in (dq, dk, dv)]
         column_out = _columns(d_columns)
         torch.ops.ds_sparse_ring_cpu.backward(

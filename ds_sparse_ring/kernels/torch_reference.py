@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.kernels.contract import ColumnKV, Work, accumulator_dtype, merge
+from ds_sparse_ring.kernels.contract import ColumnKV, Work, accumulator_dtype, empty_result, merge
 from ds_sparse_ring.layout import BLOCK
 
 TILE_BLOCKS = 8
@@ -83,8 +83,16 @@ class TorchKernel:
         o_acc: Tensor,
         lse_acc: Tensor,
         columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """See `Kernel.forward`."""
+        if overwrite:
+            o, lse = empty_result(q)
+            self.forward(q, k, v, work, o, lse, columns)
+            o_acc.copy_(o)
+            lse_acc.copy_(lse)
+            return
         acc = accumulator_dtype(q.dtype)
         for tile in _tiles(q, k, work):
             for keys in _slices(tile, work, k, columns is not None):
@@ -112,9 +120,16 @@ class TorchKernel:
         dv: Tensor,
         columns: ColumnKV | None = None,
         d_columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         """See `Kernel.backward`."""
         acc = accumulator_dtype(q.dtype)
+        if overwrite:
+            fresh = torch.zeros(q.shape, dtype=acc, device=q.device)
+            self.backward(q, k, v, do, lse, delta, work, fresh, dk, dv, columns, d_columns)
+            dq.copy_(fresh)
+            return
         for tile in _tiles(q, k, work):
             rows_lse = _as_blocks(tile.take(lse))[..., None]
             rows_lse = torch.where(torch.isinf(rows_lse), torch.zeros_like(rows_lse), rows_lse)
@@ -129,6 +144,15 @@ class TorchKernel:
                 tile.take(dq).add_(_as_rows(d_scores @ rows_k))
                 keys.scatter_add(dk, d_columns.k if d_columns else None, tile.kv_head, d_scores.mT @ rows_q)
                 keys.scatter_add(dv, d_columns.v if d_columns else None, tile.kv_head, probabilities.mT @ rows_do)
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        """See `Kernel.delta`."""
+        acc = accumulator_dtype(o.dtype)
+        return (do.to(acc) * o.to(acc)).sum(-1)
+
+    def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
+        """See `Kernel.add_rows`."""
+        out.index_add_(0, place, x)  # index_add_ sums repeated places in order, index_put_ in any order
 
 
 def _tiles(q: Tensor, k: Tensor, work: Work) -> Iterator[_Tile]:

@@ -8,28 +8,28 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_sparse_ring.batch import Sequence, shard_batch
-from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
-from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, get_kernel, torch_reference
-from ds_sparse_ring.kernels.contract import accumulator_dtype, merge
+from ds_sparse_ring.index import FullIndex
+from ds_sparse_ring.kernels import Work, get_kernel, torch_reference
+from ds_sparse_ring.kernels.contract import merge
 from ds_sparse_ring.kernels.cpu import CPUKernel
 from ds_sparse_ring.layout import BlockMap
+from tests.kernel_checks import (
+    SHAPES,
+    check_errors,
+    check_hops,
+    column_kv,
+    dense_reference,
+    make_gradient,
+    make_index,
+    make_sequence,
+    run,
+)
 
-from .reference import dense_mask, global_qkv, masked_attention, packed_batch, random_block_lists, random_index
+from .reference import dense_mask, global_qkv, random_index
 
-BACKENDS = ["torch", "cpu"]
+# in Triton's interpreter, which gives garbage for bfloat16; on a GPU see tests/gpu
+BACKENDS = ["torch", "cpu"] + ([] if torch.cuda.is_available() else ["triton"])
 INSTRUCTION_SETS = ["avx512", "avx2", "baseline"]
-SHAPES = [
-    # document lengths, query heads, KV heads, heads per pattern, head size
-    pytest.param([1], 1, 1, 1, 16, id="one-token"),
-    pytest.param([63], 2, 1, 1, 32, id="less-than-a-block"),
-    pytest.param([65], 2, 2, 1, 32, id="a-block-and-a-token"),
-    pytest.param([333], 8, 1, 1, 64, id="gqa-8-to-1"),
-    pytest.param([333], 8, 1, 4, 64, id="gqa-8-to-1-shared-patterns"),
-    pytest.param([700], 4, 2, 2, 32, id="pattern-per-kv-head"),
-    pytest.param([130, 1, 257, 64], 4, 4, 1, 32, id="documents"),
-    pytest.param([300], 3, 1, 1, 40, id="odd-heads-and-head-size"),
-]
 
 
 @contextmanager
@@ -42,68 +42,19 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _gradient(q: torch.Tensor) -> torch.Tensor:
-    return torch.randn(q.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(q.dtype)
-
-
-def _sequence(lengths: list[int]) -> Sequence:
-    batch = packed_batch(lengths)
-    return shard_batch(batch, kind="striped", ranks=1, rank=0, segment_tokens=128)["sparse_ring"]
-
-
-def _index(kind: str, sequence: Sequence, patterns: int, shared: int) -> Index:
-    if kind == "full":
-        return FullIndex(sequence.segments, patterns, shared)
-    if kind == "block-lists":
-        return random_block_lists(sequence, patterns, shared, share=0.4)
-    return random_index(sequence, patterns, shared, columns=70, diagonals=3)
-
-
-def _columns(k: torch.Tensor, v: torch.Tensor, index: Index, heads: int) -> ColumnKV | None:
-    if not isinstance(index, VerticalSlash):
-        return None
-    kv_head = index.column_patterns() * index.heads_per_pattern // (heads // k.shape[0])
-    return ColumnKV(k[kv_head, index.column_values], v[kv_head, index.column_values])
-
-
-def _run(kernel: Kernel, q, k, v, do, index: Index, scale: float):
-    """Forward and backward in one call over the whole sequence; column gradients added to their keys."""
-    acc, work = accumulator_dtype(q.dtype), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
-    columns = _columns(k, v, index, q.shape[0])
-    o, lse = torch.zeros(q.shape, dtype=acc), torch.full(q.shape[:2], float("-inf"), dtype=acc)
-    kernel.forward(q, k, v, work, o, lse, columns)
-    delta = (do.to(acc) * o).sum(-1)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=acc) for x in (q, k, v))
-    d_columns = ColumnKV(torch.zeros(columns.k.shape, dtype=acc), torch.zeros(columns.v.shape, dtype=acc)) if columns else None
-    kernel.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns)
-    if isinstance(index, VerticalSlash) and d_columns is not None:
-        kv_head = index.column_patterns() * index.heads_per_pattern // (q.shape[0] // k.shape[0])
-        place = kv_head * dk.shape[1] + index.column_values
-        dk.flatten(0, 1).index_add_(0, place, d_columns.k)
-        dv.flatten(0, 1).index_add_(0, place, d_columns.v)
-    return o, lse, dq, dk, dv
-
-
-def _reference(q, k, v, do, visible, scale: float, dtype: torch.dtype):
-    q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v))
-    o = masked_attention(q, k, v, visible, scale)
-    o.backward(do.to(dtype))
-    return o.detach(), q.grad, k.grad, v.grad
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "shared", "head_size"), SHAPES)
 def test_float64_results_equal_dense_masked_attention(
     backend: str, kind: str, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
 ) -> None:
-    sequence = _sequence(lengths)
-    index = _index(kind, sequence, heads // shared, shared)
+    sequence = make_sequence(lengths)
+    index = make_index(kind, sequence, heads // shared, shared)
     q, k, v = global_qkv(sequence, heads, kv_heads, head_size)
-    do, scale = _gradient(q), head_size**-0.5
+    do, scale = make_gradient(q), head_size**-0.5
     visible = dense_mask(index, heads, q.shape[1])
-    o, lse, *grads = _run(get_kernel(backend), q, k, v, do, index, scale)
-    expected_o, *expected = _reference(q, k, v, do, visible, scale, torch.float64)
+    o, lse, *grads = run(get_kernel(backend), q, k, v, do, index, scale)
+    expected_o, *expected = dense_reference(q, k, v, do, visible, scale, torch.float64)
     scores = ((q @ k.repeat_interleave(heads // kv_heads, 0).mT) * scale).masked_fill(~visible, float("-inf"))
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(o, expected_o, rtol=1e-11, atol=1e-12)
@@ -115,7 +66,25 @@ def test_float64_results_equal_dense_masked_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128, 256])
 def test_error_is_at_most_twice_that_of_pytorch_in_the_same_dtype(backend: str, dtype: torch.dtype, head_size: int) -> None:
-    _check_errors(get_kernel(backend), "vertical-slash", [700], 4, 2, 1, dtype, head_size)
+    if backend == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    check_errors(get_kernel(backend), "vertical-slash", [700], 4, 2, 1, dtype, head_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_overwriting_calls_read_nothing_of_their_outputs_and_write_the_input_dtype(backend: str, dtype: torch.dtype) -> None:
+    check_errors(get_kernel(backend), "vertical-slash", [130, 1, 257, 64], 4, 2, 2, dtype, 32, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "shared", "head_size"), SHAPES)
+def test_triton_kernels_err_no_more_than_pytorch_on_shapes_that_hurt(
+    kind: str, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
+) -> None:
+    if "triton" not in BACKENDS:
+        pytest.skip("runs compiled: see tests/gpu")
+    check_errors(get_kernel("triton"), kind, lengths, heads, kv_heads, shared, torch.float32, head_size)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -127,46 +96,21 @@ def test_cpu_kernels_of_every_instruction_set_and_index_err_no_more_than_pytorch
     if INSTRUCTION_SETS.index(instruction_set) < INSTRUCTION_SETS.index(torch.ops.ds_sparse_ring_cpu.best_isa()):
         pytest.skip(f"this processor has no {instruction_set}")
     kernel = CPUKernel(instruction_set=instruction_set)
-    _check_errors(kernel, kind, lengths, heads, kv_heads, shared, torch.float32, head_size)
-
-
-def _check_errors(
-    kernel: Kernel,
-    kind: str,
-    lengths: list[int],
-    heads: int,
-    kv_heads: int,
-    shared: int,
-    dtype: torch.dtype,
-    head_size: int,
-) -> None:
-    sequence = _sequence(lengths)
-    index = _index(kind, sequence, heads // shared, shared)
-    q, k, v = (x.to(dtype) for x in global_qkv(sequence, heads, kv_heads, head_size))
-    do, scale = _gradient(q), head_size**-0.5
-    visible = dense_mask(index, heads, q.shape[1])
-    exact = _reference(q, k, v, do, visible, scale, torch.float64)
-    in_dtype = _reference(q, k, v, do, visible, scale, dtype)
-    o, _, *grads = _run(kernel, q, k, v, do, index, scale)
-    for got, same, true in zip([o, *grads], in_dtype, exact, strict=True):
-        error, in_same = got.double() - true, same.double() - true
-        assert error.square().mean() <= 4 * in_same.square().mean(), "root mean square error above twice PyTorch's"
-        # the largest of thousands of rounding errors is noise: a wider bound, and never below the last place of an entry
-        assert error.abs().max() <= max(4 * in_same.abs().max(), torch.finfo(dtype).eps * true.abs().max())
+    check_errors(kernel, kind, lengths, heads, kv_heads, shared, torch.float32, head_size)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [90.0, 3e4])
 def test_huge_logits_stay_finite_and_right(backend: str, size: float) -> None:
-    sequence = _sequence([500])
+    sequence = make_sequence([500])
     index = random_index(sequence, 2, 1, columns=9, diagonals=4)
     q, k, v = global_qkv(sequence, 2, 1, 16)
-    q, do = q * size, _gradient(q)
+    q, do = q * size, make_gradient(q)
     visible = dense_mask(index, 2, q.shape[1])
-    results = _run(get_kernel(backend), q.float(), k.float(), v.float(), do.float(), index, 0.25)
+    results = run(get_kernel(backend), q.float(), k.float(), v.float(), do.float(), index, 0.25)
     assert all(torch.isfinite(x).all() for x in results)
-    exact = _reference(q.float(), k.float(), v.float(), do.float(), visible, 0.25, torch.float64)
-    same = _reference(q.float(), k.float(), v.float(), do.float(), visible, 0.25, torch.float32)
+    exact = dense_reference(q.float(), k.float(), v.float(), do.float(), visible, 0.25, torch.float64)
+    same = dense_reference(q.float(), k.float(), v.float(), do.float(), visible, 0.25, torch.float32)
     # a float32 log-sum-exp of that size is rounded to this, and probabilities inherit it
     rounding = torch.finfo(torch.float32).eps * float((q.abs().amax() * k.abs().amax()) * 0.25 * 16)
     for got, single, true in zip([results[0], *results[2:]], same, exact, strict=True):
@@ -177,7 +121,7 @@ def test_huge_logits_stay_finite_and_right(backend: str, size: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: str, dtype: torch.dtype) -> None:
     """The keys of a later part of the sequence hold nothing for earlier queries (every ring hop has such rows)."""
-    sequence = _sequence([512])
+    sequence = make_sequence([512])
     index = FullIndex(sequence.segments, 2)
     q, k, v = (x[:, :256] for x in global_qkv(sequence, 2, 1, 16, dtype=dtype))
     o, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=q.dtype)
@@ -197,12 +141,14 @@ def test_rows_without_a_key_give_zero_minus_infinity_and_no_gradient(backend: st
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 def test_pieces_in_any_order_merge_to_the_whole(backend: str, dtype: torch.dtype, tolerance: float) -> None:
     """Key ranges with signed offsets, as host chunks have them, and strided maps, as a ring has."""
-    sequence = _sequence([640])
+    if backend == "triton":
+        pytest.skip("needs maps of one stride: see the next test")
+    sequence = make_sequence([640])
     index = random_index(sequence, 2, 1, columns=11, diagonals=4)
     q, k, v = global_qkv(sequence, 2, 2, 32, dtype=dtype)
     kernel, scale = get_kernel(backend), 32**-0.5
-    whole, whole_lse, *_ = _run(kernel, q, k, v, torch.zeros_like(q), index, scale)
-    columns = _columns(k, v, index, 2)
+    whole, whole_lse, *_ = run(kernel, q, k, v, torch.zeros_like(q), index, scale)
+    columns = column_kv(k, v, index, 2)
     o, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=q.dtype)
     k_blocks, v_blocks = k.unflatten(1, (-1, 64)), v.unflatten(1, (-1, 64))
     q_blocks, o_blocks, lse_blocks = q.unflatten(1, (-1, 64)), o.unflatten(1, (-1, 64)), lse.unflatten(1, (-1, 64))
@@ -221,9 +167,15 @@ def test_pieces_in_any_order_merge_to_the_whole(backend: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
+def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(backend: str, kind: str) -> None:
+    check_hops(get_kernel(backend), kind, torch.float32, tolerance=4e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_strided_inputs_are_read_where_they_are(backend: str, dtype: torch.dtype) -> None:
-    sequence = _sequence([256])
+    sequence = make_sequence([256])
     index = random_index(sequence, 2, 1, columns=5, diagonals=2)
     q, k, v = global_qkv(sequence, 2, 1, 16, dtype=dtype)
     wide = torch.randn(256, 7, 3, 16, dtype=dtype)
@@ -233,21 +185,21 @@ def test_strided_inputs_are_read_where_they_are(backend: str, dtype: torch.dtype
         view.copy_(x)
         return view
 
-    do = _gradient(q)
-    plain = _run(get_kernel(backend), q, k, v, do, index, 0.25)
-    from_strided = _run(get_kernel(backend), strided(q), strided(k), strided(v), strided(do), index, 0.25)
+    do = make_gradient(q)
+    plain = run(get_kernel(backend), q, k, v, do, index, 0.25)
+    from_strided = run(get_kernel(backend), strided(q), strided(k), strided(v), strided(do), index, 0.25)
     for a, b in zip(plain, from_strided, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_that_is_not_a_number_reaches_the_rows_that_read_it_and_no_others(backend: str) -> None:
-    sequence = _sequence([500])
+    sequence = make_sequence([500])
     index = random_index(sequence, 2, 1, columns=9, diagonals=1)
     q, k, v = global_qkv(sequence, 2, 1, 16, dtype=torch.float32)
     token = int(index.columns(1, 0)[0])
     k[0, token] = float("nan")
-    o, _, dq, *_ = _run(get_kernel(backend), q, k, v, _gradient(q), index, 0.25)
+    o, _, dq, *_ = run(get_kernel(backend), q, k, v, make_gradient(q), index, 0.25)
     reads = dense_mask(index, 2, q.shape[1])[:, :, token]
     assert reads.any() and not reads.all()
     assert torch.equal(o.isnan().any(-1), reads)
@@ -255,13 +207,13 @@ def test_a_key_that_is_not_a_number_reaches_the_rows_that_read_it_and_no_others(
 
 
 def test_the_reference_does_not_depend_on_its_tile_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence = _sequence([640])
+    sequence = make_sequence([640])
     index = random_index(sequence, 2, 1, columns=150, diagonals=8)
     q, k, v = global_qkv(sequence, 2, 1, 16)
-    do = _gradient(q)
-    whole = _run(get_kernel("torch"), q, k, v, do, index, 0.25)
+    do = make_gradient(q)
+    whole = run(get_kernel("torch"), q, k, v, do, index, 0.25)
     monkeypatch.setattr(torch_reference, "TILE_ELEMENTS", 1)
-    for a, b in zip(whole, _run(get_kernel("torch"), q, k, v, do, index, 0.25), strict=True):
+    for a, b in zip(whole, run(get_kernel("torch"), q, k, v, do, index, 0.25), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -278,22 +230,22 @@ def test_merging_two_empty_rows_gives_an_empty_row_and_gaps_do_not_overflow() ->
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_cpu_kernels_give_the_same_bits_on_every_run(threads: int) -> None:
-    sequence = _sequence([1000])
+    sequence = make_sequence([1000])
     index = random_index(sequence, 4, 1, columns=90, diagonals=5)
     q, k, v = global_qkv(sequence, 4, 2, 64, dtype=torch.float32)
     with _threads(threads):
-        first, *others = (_run(get_kernel("cpu"), q, k, v, _gradient(q), index, 0.125) for _ in range(5))
+        first, *others = (run(get_kernel("cpu"), q, k, v, make_gradient(q), index, 0.125) for _ in range(5))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_the_cpu_kernels_are_right_on_any_number_of_threads(threads: int) -> None:
-    sequence = _sequence([500])
+    sequence = make_sequence([500])
     index = random_index(sequence, 6, 1, columns=90, diagonals=5)
     q, k, v = global_qkv(sequence, 6, 3, 32, dtype=torch.float32)
-    expected = _run(get_kernel("torch"), q, k, v, _gradient(q), index, 0.125)
+    expected = run(get_kernel("torch"), q, k, v, make_gradient(q), index, 0.125)
     with _threads(threads):
-        got = _run(get_kernel("cpu"), q, k, v, _gradient(q), index, 0.125)
+        got = run(get_kernel("cpu"), q, k, v, make_gradient(q), index, 0.125)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -305,7 +257,7 @@ def test_the_cpu_kernels_are_right_on_any_number_of_threads(threads: int) -> Non
 def test_the_cpu_kernels_refuse_what_they_would_read_wrongly(
     instruction_set: str, patterns: int, q_start: int, message: str
 ) -> None:
-    index = FullIndex(_sequence([128]).segments, patterns)
+    index = FullIndex(make_sequence([128]).segments, patterns)
     q, kv, lse = torch.zeros(2, 128, 16), torch.zeros(1, 128, 16), torch.zeros(2, 128)
     kernel = CPUKernel(instruction_set=instruction_set)
     with pytest.raises(RuntimeError, match=message):

@@ -1,0 +1,213 @@
+"""What the index says about one span of queries and one span of keys, as small tables on the device, for the GPU kernels.
+
+With block maps ``stride * local + start`` of one stride R, query block l and key block j (local numbers) lie ``R (l - j) + q_start
+- k_start`` blocks apart. So a diagonal d meets the two spans iff ``d = R a + c`` with ``c = (q_start - k_start) mod R``, and then
+joins l to ``l + base - a`` with ``base = (q_start - k_start - c) / R``: a span pair sees a vertical-slash pattern of *local*
+offsets a. They are filtered once per index and residue. Nothing here grows with rows x keys, and nothing waits for the device.
+
+Shapes: S segments, P patterns, n query blocks, m key blocks; row = segment * P + pattern. Tables are int32 where not said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.documents import Segment
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash
+from ds_sparse_ring.kernels.contract import Work
+from ds_sparse_ring.layout import BlockMap
+
+FULL, VERTICAL_SLASH, BLOCK_LISTS = 0, 1, 2
+_WORD = 32
+_ROW_BITS = 40
+_NO_KEY = 1 << 30
+
+WIDE_GAIN = 1.3
+"""How much faster the kernels do a tile of two query blocks than two tiles of one, as measured on an H200."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Tables that depend on segments and maps alone.
+
+    Attributes:
+        base: key block of query block l on local offset 0 is ``l + base``. own: local offset 0 is block diagonal 0.
+        residue: c, the block diagonals that meet are ``R a + c``.
+        segments: ``[S, 3]``: first query block, one past the last, first key block that they may read (huge: only their own).
+        q_segment: ``[n]`` segment of each query block. k_segments: ``[m, 2]`` segments (from, to) that may read each key block.
+        q_pairs: ``[pairs]`` first blocks of pairs of query blocks of one segment (the last pair of an odd one has one block).
+        q_singles: all query blocks.
+    """
+
+    base: int
+    own: bool
+    residue: int
+    segments: Tensor
+    q_segment: Tensor
+    q_pairs: Tensor
+    q_singles: Tensor
+    k_segments: Tensor
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Local offsets of each row, and a bitmap with counts by which "how many are below x" takes two loads.
+
+    Attributes:
+        ptr: int64 ``[S * P + 1]``, where rows begin (they may end before the next); values: offsets, ascending within a row, one
+            spare entry at the end.
+        bits: ``[S * P, words]``; before: offsets in the words before, same shape. The last word is empty.
+    """
+
+    ptr: Tensor
+    values: Tensor
+    bits: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All offsets of each row, and those of them with a neighbour above, the last and the first of each run of neighbours.
+
+    Query blocks l and l + 1 both read key block ``l + base - a`` if a and a + 1 are active. If only a is, l reads it alone; and
+    if a is active without a - 1, l + 1 alone reads ``l + 1 + base - a``.
+
+    Attributes:
+        wide: ``[S * P]`` 1 where tiles of two query blocks are faster than tiles of one: the ends of runs cost them twice, all
+            else gains.
+    """
+
+    every: Offsets
+    both: Offsets
+    last: Offsets
+    first: Offsets
+    wide: Tensor
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Explicit lists: row ``pattern * n + query block`` of key blocks, and their transpose ``pattern * m + key block``."""
+
+    ptr: Tensor
+    values: Tensor
+    t_ptr: Tensor
+    t_values: Tensor
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where columns count.
+
+    Attributes:
+        ptr, ids: the columns of the index, int64: ``[S * P + 1]`` and tokens ``[C]``, ascending within a row.
+        end: ``[P, n]`` how many columns of a query block's row lie in earlier blocks.
+        tile_row, tile_begin: ``[tiles]`` row and first column (within the row) of each tile of columns; row -1: none.
+    """
+
+    ptr: Tensor
+    ids: Tensor
+    end: Tensor
+    tile_row: Tensor
+    tile_begin: Tensor
+
+
+def spans(work: Work, q_blocks: int, k_blocks: int, device: torch.device) -> Spans:
+    """The tables of a span pair; cached.
+
+    Raises:
+        SparseRingError: maps of different strides.
+    """
+    return _spans(work.index.segments, work.q_map, work.k_map, q_blocks, k_blocks, device)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _spans(
+    segments: tuple[Segment, ...], q_map: BlockMap, k_map: BlockMap, q_blocks: int, k_blocks: int, device: torch.device
+) -> Spans:
+    if q_map.stride != k_map.stride:
+        raise SparseRingError(f"kernel: queries have stride {q_map.stride}, keys {k_map.stride}; the strides must be equal")
+    base, residue = divmod(q_map.start - k_map.start, q_map.stride)
+    table, q_pairs = [], []
+    q_segment, k_segments = torch.zeros(q_blocks, dtype=torch.int32), torch.zeros(k_blocks, 2, dtype=torch.int32)
+    last_of_document = {s.document_begin: i + 1 for i, s in enumerate(segments)}
+    for i, s in enumerate(segments):
+        rows, keys = q_map.local_range(s.begin, s.end, q_blocks), k_map.local_range(s.begin, s.end, k_blocks)
+        first_key = k_map.local_range(s.document_begin, s.end, k_blocks).start
+        table.append([rows.start, rows.stop, _NO_KEY if s.is_padding else first_key])
+        q_segment[rows.start : rows.stop] = i
+        q_pairs.extend(rows[::2])
+        k_segments[keys.start : keys.stop] = torch.tensor([i, last_of_document[s.document_begin]], dtype=torch.int32)
+    singles = torch.arange(q_blocks, dtype=torch.int32)
+    tables = torch.tensor(table, dtype=torch.int32), q_segment, torch.tensor(q_pairs, dtype=torch.int32), singles, k_segments
+    on_device = [x.to(device) for x in tables]
+    return Spans(base, residue == 0, residue, *on_device)
+
+
+def offsets(index: VerticalSlash, stride: int, residue: int, *, with_columns: bool) -> Runs:
+    """Diagonals ``stride * a + residue``, diagonal 0 left out, as local offsets a; ``with_columns``: columns count as work, too."""
+    from ds_sparse_ring.kernels.triton_tables import offsets_kernel
+
+    device, rows = index.diagonal_values.device, index.diagonal_ptr.numel() - 1
+    words = max(s.end - s.document_begin for s in index.segments) // stride // _WORD + 2
+    tables = torch.zeros(8, rows, words, dtype=torch.int32, device=device)
+    values = torch.zeros(4, index.diagonal_values.numel() + 1, dtype=torch.int32, device=device)
+    wide = torch.empty(rows, dtype=torch.int32, device=device)
+    parts = [Offsets(index.diagonal_ptr, values[i], tables[2 * i], tables[2 * i + 1]) for i in range(4)]
+    arguments = [x for part in parts for x in (part.values, part.bits, part.before)]
+    offsets_kernel[(rows,)](
+        index.diagonal_ptr, index.diagonal_values, index.column_ptr, stride, residue, words, WIDE_GAIN - 1, *arguments, wide,
+        COLUMNS=with_columns, CHUNK=128,
+    )  # fmt: skip
+    return Runs(*parts, wide)
+
+
+def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:
+    """Where the columns of an index count, and tiles of ``tile`` of them."""
+    from ds_sparse_ring.kernels.triton_tables import columns_kernel
+
+    device, rows = index.column_values.device, index.column_ptr.numel() - 1
+    end = torch.empty(index.patterns, q_blocks, dtype=torch.int32, device=device)
+    tiles = torch.full((2, index.column_values.numel() // tile + rows), -1, dtype=torch.int32, device=device)
+    columns_kernel[(rows,)](
+        index.column_ptr, index.column_values, segments, end, *tiles, index.patterns, q_blocks, q_map.stride, q_map.start,
+        TILE=tile, CHUNK=256,
+    )  # fmt: skip
+    return Columns(index.column_ptr, index.column_values, end, *tiles)
+
+
+def lists(index: BlockLists, work: Work, q_blocks: int, k_blocks: int) -> Lists:
+    """Key blocks that each query block of the span reads in the key span, its own left out, and the transpose."""
+    device, total = index.block_values.device, index.segments[-1].end
+    rows = index.block_ptr.numel() - 1
+    row = torch.searchsorted(index.block_ptr, torch.arange(index.block_values.numel(), device=device), right=True) - 1
+    pattern, query = torch.div(row, total, rounding_mode="floor"), row % total
+    q_local, q_there = work.q_map.to_local(query, q_blocks)
+    k_local, k_there = work.k_map.to_local(index.block_values, k_blocks)
+    kept = q_there & k_there & (query != index.block_values)
+    patterns = rows // total
+    forward = _compressed(pattern * q_blocks + q_local, k_local, kept, patterns * q_blocks)
+    transposed = _compressed(pattern * k_blocks + k_local, q_local, kept, patterns * k_blocks)
+    return Lists(*forward, *transposed)
+
+
+def _compressed(row: Tensor, value: Tensor, kept: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows in order, values ascending; what is not kept goes behind the last row. One spare entry."""
+    keys, _ = torch.where(kept, (row << _ROW_BITS) | value, rows << _ROW_BITS).sort()
+    starts = torch.arange(rows + 1, device=row.device) << _ROW_BITS
+    values = torch.zeros(keys.numel() + 1, dtype=torch.int32, device=row.device)
+    values[:-1] = (keys & ((1 << _ROW_BITS) - 1)).int()
+    return torch.searchsorted(keys, starts).int(), values
+
+
+def kind_of(index: Index) -> int:
+    """FULL, VERTICAL_SLASH or BLOCK_LISTS."""
+    for kind, cls in ((FULL, FullIndex), (VERTICAL_SLASH, VerticalSlash), (BLOCK_LISTS, BlockLists)):
+        if isinstance(index, cls):
+            return kind
+    raise TypeError(f"the GPU kernels do not know {type(index).__name__}")

@@ -1,0 +1,275 @@
+"""The Triton backend: the kernel contract for GPUs, from the implicit index.
+
+bfloat16, float16 and float32 (computed exactly, without matrix units), head sizes up to 256 that are multiples of 8 (128 in float32), any
+grouping of heads. float64 is left to the reference. The backward pass has no atomics: it repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import BlockLists, VerticalSlash
+from ds_sparse_ring.kernels import hop_index
+from ds_sparse_ring.kernels.contract import ColumnKV, Work
+from ds_sparse_ring.kernels.torch_reference import TorchKernel
+from ds_sparse_ring.kernels.triton_backward import add_rows_kernel, dcolumns_kernel, delta_kernel, dkv_kernel, dq_kernel
+from ds_sparse_ring.kernels.triton_forward import forward_kernel
+from ds_sparse_ring.layout import BLOCK
+
+_ALIGNMENT = 16  # bytes, of rows that the copy engine reads
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters of a kernel: keys per tile of columns, depth of the software pipeline, warps per program."""
+
+    tile: int
+    stages: int
+    warps: int
+
+
+def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
+    """Launch parameters of ``forward``, ``forward-wide``, ``dq``, ``dkv`` or ``dcolumns``, as measured on an H200."""
+    if dtype == torch.float32:  # only to be right, and to fit
+        return Tuning(32, 1, 8)
+    if padded_head > 128:
+        return Tuning(64, 2 if kernel == "forward" else 1, 8)
+    return Tuning(64, 3, 8) if kernel == "forward-wide" else Tuning(64, 2, 4)
+
+
+class TritonKernel(TorchKernel):
+    """The kernel contract in Triton."""
+
+    name = "triton"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Work,
+        o_acc: Tensor,
+        lse_acc: Tensor,
+        columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """See `Kernel.forward`."""
+        if not _compiled(q):
+            return super().forward(q, k, v, work, o_acc, lse_acc, columns, overwrite=overwrite)
+        call = _Call(q, k, v, work, columns)
+        call.add(o=o_acc, lse=lse_acc, **_strides(o=o_acc), lse_head=lse_acc.stride(0), OVERWRITE=overwrite)
+        call.launch_forward(q.shape[0])
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        work: Work,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        columns: ColumnKV | None = None,
+        d_columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """See `Kernel.backward`."""
+        if not _compiled(q):
+            return super().backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
+        call = _Call(q, k, v, work, columns)
+        call.add(do_desc=_block_descriptor(do.to(q.dtype)), lse=lse.float().contiguous(), delta=delta.float().contiguous())
+        call.add(dq=dq, dk=dk, dv=dv, **_strides(dq=dq, dk=dk, dv=dv), OVERWRITE=overwrite)
+        call.launch("dq", dq_kernel, q.shape[0] * call.q_blocks)
+        call.launch("dkv", dkv_kernel, k.shape[0] * call.k_blocks)
+        if d_columns is not None and d_columns.k.shape[0]:
+            call.add(dk=d_columns.k, dv=d_columns.v)
+            call.launch("dcolumns", dcolumns_kernel, call.column_tiles("dcolumns"))
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        """See `Kernel.delta`."""
+        if not _compiled(o):
+            return super().delta(do, o)
+        out = torch.empty(o.shape[:2], dtype=torch.float32, device=o.device)
+        grid = (o.shape[1] // BLOCK, o.shape[0])
+        padded = triton.next_power_of_2(o.shape[2])
+        delta_kernel[grid](do, o, out, *do.stride(), *o.stride(), o.shape[1], D=o.shape[2], DP=padded)
+        return out
+
+    def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
+        """See `Kernel.add_rows`."""
+        if out.dtype != torch.float32:
+            return super().add_rows(out, place, x)
+        place, order = place.sort(stable=True)
+        padded = triton.next_power_of_2(out.shape[1])
+        add_rows_kernel[(place.numel(),)](
+            out, place, order, x, place.numel(), out.stride(0), x.stride(0), D=out.shape[1], DP=padded, num_warps=1
+        )
+
+
+def _compiled(q: Tensor) -> bool:
+    """What the kernels are compiled for; all else is left to the reference. float32 tiles of head size 256 do not fit."""
+    return q.dtype in (torch.bfloat16, torch.float16) or (q.dtype == torch.float32 and q.shape[2] <= 128)
+
+
+class _Call:
+    """The arguments of a call by name; each kernel takes those that it names."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work, columns: ColumnKV | None) -> None:
+        _check(q, k, v)
+        if columns is not None and columns.k.shape[0] == 0:
+            columns = None
+        self.q_blocks, self.k_blocks = q.shape[1] // BLOCK, k.shape[1] // BLOCK
+        self._dtype, self._work, self._columns = q.dtype, work, columns
+        self._spans = hop_index.spans(work, self.q_blocks, self.k_blocks, q.device)
+        index, self._padded = work.index, triton.next_power_of_2(q.shape[2])
+        self._q = q
+        self._arguments: dict[str, Any] = {
+            "k_desc": _block_descriptor(k),
+            "v_desc": _block_descriptor(v),
+            "q_blocks": self.q_blocks,
+            "k_blocks": self.k_blocks,
+            "q_stride": work.q_map.stride,
+            "q_start": work.q_map.start,
+            "base": self._spans.base,
+            "segments": self._spans.segments,
+            "q_segment": self._spans.q_segment,
+            "k_segments": self._spans.k_segments,
+            "patterns": index.patterns,
+            "scale": work.scale,
+            "scale_log2": work.scale / math.log(2),
+            "group": q.shape[0] // k.shape[0],
+            "heads_per_pattern": index.heads_per_pattern,
+            "D": q.shape[2],
+            "DP": self._padded,
+            "KIND": hop_index.kind_of(index),
+            "OWN": self._spans.own,
+            "COLUMNS": columns is not None,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else None,
+        }
+
+    def add(self, **arguments: Any) -> None:
+        self._arguments |= arguments
+
+    def launch_forward(self, heads: int) -> None:
+        """Tiles of one query block, of two, or each where it is faster."""
+        kind = self._arguments["KIND"]
+        fits = self._padded <= 128 and self._dtype != torch.float32
+        sizes = (1,) if kind == hop_index.BLOCK_LISTS or not fits else (2,) if kind == hop_index.FULL else (1, 2)
+        for halves in sizes:
+            blocks = self._spans.q_singles if halves == 1 else self._spans.q_pairs
+            self.add(tile_blocks=blocks, tiles=blocks.numel(), HALVES=halves, CHOOSE=len(sizes) > 1)
+            self.launch("forward" if halves == 1 else "forward-wide", forward_kernel, heads * blocks.numel())
+
+    def launch(self, name: str, kernel: Any, programs: int) -> None:
+        tune = tuning(name, self._dtype, self._padded)
+        named = self._arguments | self._lists(transposed=name == "dkv") | self._column_arguments(tune.tile)
+        named |= {"TILE": tune.tile, "STAGES": tune.stages, "q_desc": _block_descriptor(self._q, 2 if "wide" in name else 1)}
+        kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps)
+
+    def column_tiles(self, name: str) -> int:
+        """Programs that cover all tiles of columns."""
+        return self._column_table(tuning(name, self._dtype, self._padded).tile).tile_row.numel()
+
+    def _lists(self, *, transposed: bool) -> dict[str, Any]:
+        """Which key blocks query blocks read, in the form of the index's kind; what a kind has not, no kernel reads."""
+        work, index, unused = self._work, self._work.index, self._spans.segments
+        named: dict[str, Any] = {"wide": unused, "words": 1}
+        if isinstance(index, VerticalSlash):
+            runs = self._runs(index, work.q_map.stride, self._spans.residue)
+            for prefix, part in (("", runs.every), ("both_", runs.both), ("last_", runs.last), ("first_", runs.first)):
+                named |= {prefix + name: x for name, x in vars(part).items()}
+            return named | {"wide": runs.wide, "words": runs.every.bits.shape[1]}
+        lists = None
+        if isinstance(index, BlockLists):
+            key = ("lists", work.q_map, work.k_map, self.q_blocks, self.k_blocks)
+            lists = index.derived(key, lambda: hop_index.lists(index, work, self.q_blocks, self.k_blocks))
+        for prefix in ("", "both_", "last_", "first_"):
+            named |= {prefix + name: unused for name in ("ptr", "values", "bits", "before")}
+        if lists is not None:
+            ptr, values = (lists.t_ptr, lists.t_values) if transposed else (lists.ptr, lists.values)
+            named |= {"ptr": ptr, "values": values}
+        return named
+
+    def _runs(self, index: VerticalSlash, stride: int, residue: int) -> hop_index.Runs:
+        with_columns = self._columns is not None
+        return index.derived(
+            ("offsets", stride, residue, with_columns),
+            lambda: hop_index.offsets(index, stride, residue, with_columns=with_columns),
+        )
+
+    def _column_table(self, tile: int) -> hop_index.Columns:
+        work, index = self._work, self._work.index
+        assert isinstance(index, VerticalSlash)
+        return index.derived(
+            ("columns", work.q_map, self.q_blocks, tile),
+            lambda: hop_index.columns(index, work.q_map, self.q_blocks, self._spans.segments, tile),
+        )
+
+    def _column_arguments(self, tile: int) -> dict[str, Any]:
+        if self._columns is None:
+            unused, block = self._spans.segments, self._arguments["k_desc"]
+            tables = dict.fromkeys(("ptr", "ids", "end", "bits"), unused)
+            return {f"column_{name}": x for name, x in tables.items()} | {
+                "column_k_desc": block,
+                "column_v_desc": block,
+                "column_words": 1,
+            }
+        table, index = self._column_table(tile), self._work.index
+        assert isinstance(index, VerticalSlash)
+        bits = self._runs(index, 1, 0).every.bits
+        return {
+            "column_k_desc": _column_descriptor(self._columns.k, tile),
+            "column_v_desc": _column_descriptor(self._columns.v, tile),
+            "column_ptr": table.ptr,
+            "column_ids": table.ids,
+            "column_end": table.end,
+            "column_bits": bits,
+            "column_words": bits.shape[1],
+            "tile_row": table.tile_row,
+            "tile_begin": table.tile_begin,
+        }
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[2] % 8 or q.shape[2] > 256 or v.shape != k.shape:
+        raise SparseRingError(
+            f"the Triton kernels take head sizes up to 256 that are multiples of 8, the same for keys and values; got "
+            f'{q.shape[2]} (q, k) and {v.shape[2]} (v). Set "backend": "torch" to do without them'
+        )
+
+
+def _block_descriptor(x: Tensor, blocks: int = 1) -> Any:
+    """Neighbouring blocks of tokens of one head of ``[heads, tokens, D]``; what lies behind the tensor reads as 0."""
+    x = _readable(x)
+    shape = [1, blocks * BLOCK, triton.next_power_of_2(x.shape[2])]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape)
+
+
+def _column_descriptor(x: Tensor, tile: int) -> Any:
+    x = _readable(x)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile, triton.next_power_of_2(x.shape[1])])
+
+
+def _readable(x: Tensor) -> Tensor:
+    """``x``, or a copy if the copy engine cannot read it: rows contiguous, all else at multiples of 16 bytes."""
+    steps = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1])]
+    fits = x.stride(-1) == 1 and all(step > 0 and step % _ALIGNMENT == 0 for step in steps)
+    return x if fits else x.contiguous()
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """``name_head`` and ``name_row`` of tensors ``[heads, rows, D]``."""
+    return {f"{name}_{axis}": x.stride(i) for name, x in tensors.items() for i, axis in enumerate(("head", "row"))}
