@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -33,14 +33,29 @@ MAX_TILES = 1 << 29
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's tensors and its index, all on one device. q, do: ``[H, S, D]``; k, v: ``[K, S, D]``."""
+    """One layer's tensors and its index, all on one device; ``host_index``: the same on the CPU, to count in.
+
+    q, do: ``[H, S, D]``; k, v: ``[K, S, D]``.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
     index: VerticalSlash
+    host_index: VerticalSlash
     scale: float
+
+    @classmethod
+    def random(cls, index: VerticalSlash, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device) -> Problem:
+        """Normal random tensors from a fixed seed for an index on the CPU."""
+        generator = torch.Generator(device).manual_seed(0)
+        heads, tokens = index.patterns * index.heads_per_pattern, index.segments[-1].end * BLOCK
+        shapes = [(count, tokens, head_size) for count in (heads, kv_heads, kv_heads, heads)]
+        q, k, v, do = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes)
+        names = ("diagonal_ptr", "diagonal_values", "column_ptr", "column_values")
+        moved = replace(index, **{name: getattr(index, name).to(device) for name in names})
+        return cls(q, k, v, do, moved, index, head_size**-0.5)
 
     @property
     def heads(self) -> int:
@@ -51,9 +66,13 @@ class Problem:
 class Contender(Protocol):
     """One implementation on one problem."""
 
-    name: str
-    executed_pairs: float | None
-    """(query, key) pairs in the tiles that it works on; None where that is not known from the index."""
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+
+    @property
+    def executed_pairs(self) -> float | None:
+        """(query, key) pairs in the tiles that it works on; None where the index does not tell."""
 
     def forward(self) -> Tensor:
         """o ``[H, S, D]``."""
@@ -61,8 +80,11 @@ class Contender(Protocol):
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv; after `forward`."""
 
-    def apart(self) -> list[tuple[str, Callable[[], Any]]]:
-        """Work that belongs to the passes and is timed apart from them."""
+    def apart(self) -> dict[str, Callable[[], Any]]:
+        """Work that belongs to the passes and is timed apart from them, by name."""
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Both passes with everything that belongs to them: o, dq, dk, dv."""
 
     def visible(self, head: int) -> Tensor:
         """The element-wise mask that it computes, bool ``[S, S]``."""
@@ -76,7 +98,7 @@ class Ours:
         p = problem
         acc = accumulator_dtype(p.q.dtype)
         self.work = Work(BlockMap(1, 0), BlockMap(1, 0), p.index, p.scale)
-        self.executed_pairs = tile_pairs(p.index)
+        self.executed_pairs = tile_pairs(p.host_index)
         self.o = torch.empty(p.q.shape, dtype=acc, device=p.q.device)
         self.lse = torch.empty(p.q.shape[:2], dtype=acc, device=p.q.device)
         self.gradients = [torch.empty(x.shape, dtype=acc, device=x.device) for x in (p.q, p.k, p.v)]
@@ -109,8 +131,15 @@ class Ours:
         )  # fmt: skip
         return dq, dk, dv
 
-    def apart(self) -> list[tuple[str, Callable[[], Any]]]:
-        return [("forward", self.gather), ("backward", self.row_sums), ("backward", self.return_columns)]
+    def apart(self) -> dict[str, Callable[[], Any]]:
+        return {"gather columns": self.gather, "row sums of do * o": self.row_sums, "return columns": self.return_columns}
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        o = self.forward()
+        self.row_sums()
+        dq, dk, dv = self.backward()
+        self.return_columns()
+        return o, dq, dk, dv
 
     def row_sums(self) -> None:
         """delta = row sums of do * o, which the backward pass is given."""
@@ -146,8 +175,11 @@ class Dense:
         p = self.problem
         return self.attention.backward(p.do, p.q, p.k, p.v, self.o, self.lse, scale=p.scale)
 
-    def apart(self) -> list[tuple[str, Callable[[], Any]]]:
-        return []
+    def apart(self) -> dict[str, Callable[[], Any]]:
+        return {}
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.forward(), *self.backward()
 
     def visible(self, head: int) -> Tensor:
         return _triangle(self.problem)
@@ -179,8 +211,11 @@ class _Autograd:
         dq, dk, dv = torch.autograd.grad(self.o, self.inputs, self.do, retain_graph=True)
         return self.heads_first(dq), self.heads_first(dk), self.heads_first(dv)
 
-    def apart(self) -> list[tuple[str, Callable[[], Any]]]:
-        return []
+    def apart(self) -> dict[str, Callable[[], Any]]:
+        return {}
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.forward(), *self.backward()
 
 
 class Flex(_Autograd):

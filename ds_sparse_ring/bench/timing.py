@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-WARM_UP_ROUNDS = 2
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -27,13 +25,13 @@ class Timing:
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def alternate(functions: Sequence[Callable[[], Any]], rounds: int, device: torch.device) -> list[Timing]:
-    """Time functions in turns, after rounds that are not timed.
+def alternate(functions: Sequence[Callable[[], Any]], rounds: int, device: torch.device, *, warm_up: int = 2) -> list[Timing]:
+    """Time functions in turns, after ``warm_up`` rounds that are not timed.
 
     On CUDA the time between two events on the stream counts: what the device does, and gaps in which it waits for the host.
     """
     run = _cuda_round if device.type == "cuda" else _host_round
-    for _ in range(WARM_UP_ROUNDS):
+    for _ in range(warm_up):
         run(functions)
     seconds = [run(functions) for _ in range(rounds)]
     return [Timing.of(one) for one in zip(*seconds, strict=True)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ds_sparse_ring.bench.contenders import Flex, Problem, index_mask
 from ds_sparse_ring.bench.counts import active_pairs, tile_maps, tile_pairs
 from ds_sparse_ring.bench.patterns import CLUSTER_WIDTHS, head_densities, pattern
 from ds_sparse_ring.bench.recorded import RecordedIndex, record_index
+from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import PriceSelector, SparseRingConfig
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
@@ -94,9 +98,44 @@ def test_a_recorded_index_survives_its_file_and_keeps_its_shape(tmp_path) -> Non
         record_index(q, k, SparseRingConfig(selector={"kind": "full"}, backend="torch"), "")
 
 
+def test_the_kernel_benchmark_says_what_it_measured_and_why_it_did_not(tmp_path) -> None:
+    output = tmp_path / "kernel.json"
+    recorded = RecordedIndex(pattern("columns", make_segments([512], 8, 256), 2, density=0.5), 1, 16, "a test")
+    recorded.save(tmp_path / "index.pt")
+    options = (
+        f"bench kernel --tokens 512,1K --density 50,1 --patterns clustered --heads 4 --kv-heads 2 --head-size 16 --dtype fp32 "
+        f"--backends torch,none --peers flex-128,fa4-128 --rounds 1 --check-tokens 512 --check-density 50 --device cpu "
+        f"--output {output} --index {tmp_path / 'index.pt'}"
+    )
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 0, result.output
+    content = json.loads(output.read_text())
+    lines = {(x["tokens"], x["kind"], x["name"]): x for x in content["speeds"] if x["name"] != "all"}
+    assert {key[1] for key in lines} == {"clustered", "recorded: a test"}
+    for tokens in (512, 1024):
+        ours, dense = lines[tokens, "clustered", "torch"], lines[tokens, "clustered", "torch-cpu"]
+        assert ours["forward"]["fastest_s"] <= ours["forward"]["median_s"] <= ours["forward"]["slowest_s"]
+        assert dense["pairs"] == 4 * tokens * (tokens + 1) / 2 and ours["pairs"] < ours["executed_pairs"]
+        assert set(ours["apart"]) == {"gather columns", "row sums of do * o", "return columns"}
+        assert "unknown backend 'none'" in lines[tokens, "clustered", "none"]["why_not"]
+        assert lines[tokens, "clustered", "fa4-128"]["why_not"] == "not installed"
+    assert [x["why_not"][:8] for x in content["speeds"] if x["name"] == "all"] == ["pattern:"] * 2  # 1 % is not to be had
+    (errors,) = (x["errors"] for x in content["errors"] if x["name"] == "torch" and x["kind"] == "clustered")
+    assert all(own <= 2 * in_torch for own, in_torch in errors.values()) and set(errors) == {"o", "dq", "dk", "dv"}
+    assert "| 512 | clustered |" in result.output and (tmp_path / "kernel.png").stat().st_size > 0
+
+
+def test_cases_after_the_time_is_up_are_listed_as_not_run(tmp_path) -> None:
+    output = tmp_path / "kernel.json"
+    options = f"bench kernel --tokens 64K --budget-seconds -1 --device cpu --backends torch --output {output}"
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 0, result.output
+    content = json.loads(output.read_text())
+    assert len(content["speeds"]) == 12 and len(content["errors"]) == 3
+    assert {x["why_not"] for x in content["speeds"] + content["errors"]} == {"not run: the time was up"}
+    wrong = CliRunner().invoke(app, ["bench", "kernel", "--peers", "nobody"])
+    assert wrong.exit_code == 1 and "unknown peer 'nobody'" in wrong.output
+
+
 def _problem(index: VerticalSlash) -> Problem:
-    generator = torch.Generator().manual_seed(0)
-    heads, tokens = index.patterns * index.heads_per_pattern, index.segments[-1].end * 64
-    q, do = (torch.randn(heads, tokens, 16, generator=generator) for _ in range(2))
-    k, v = (torch.randn(heads // 2, tokens, 16, generator=generator) for _ in range(2))
-    return Problem(q, k, v, do, index, 0.25)
+    return Problem.random(index, index.patterns * index.heads_per_pattern // 2, 16, torch.float32, torch.device("cpu"))
