@@ -230,16 +230,15 @@ class Flex(_Autograd):
         self.do = problem.do[None]
         # its default tiles of 128 do not fit into blocks of 64
         options = {f"BLOCK_{x}": 64 for x in ("M", "N", "M1", "N1", "M2", "N2")} if size < 128 else None
-        attend: Callable[..., Any] = flex_attention
-        if problem.q.device.type == "cuda":  # as its documentation asks; on a CPU the plain function computes the same
-            attend = torch.compile(flex_attention, dynamic=False)
         grouped = problem.heads != problem.k.shape[0]
         self._attend = partial(
-            attend, block_mask=self.block_mask, scale=problem.scale, enable_gqa=grouped, kernel_options=options
+            _compiled_flex(), block_mask=self.block_mask, scale=problem.scale, enable_gqa=grouped, kernel_options=options
         )
 
     def attend(self) -> Tensor:
-        return self._attend(*self.inputs)
+        # compiled backward passes that may overwrite what they saved run only once
+        with torch._functorch.config.patch(donated_buffer=False):
+            return self._attend(*self.inputs)
 
     def heads_first(self, x: Tensor) -> Tensor:
         return x[0]
@@ -343,6 +342,11 @@ def _block_mask(problem: Problem, whole: Tensor, partly: Tensor, size: int) -> B
         *_ordered(partly, partly.shape[-1]), *_ordered(whole, whole.shape[-1]),
         BLOCK_SIZE=size, mask_mod=active, seq_lengths=(problem.q.shape[1], problem.k.shape[1]),
     )  # fmt: skip
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 @cache

@@ -49,6 +49,7 @@ def main(
     head_size: Annotated[int, typer.Option(help="Size of a head.")] = 128,
     heads_per_pattern: Annotated[int, typer.Option(help="Neighbouring query heads that share a pattern.")] = 1,
     spread: Annotated[float, typer.Option(help="Largest over smallest density of a head.")] = 100.0,
+    column_share: Annotated[float, typer.Option(help="Share of clustered and isolated that columns cover.")] = 0.3,
     segment_tokens: Annotated[int, typer.Option(help="Tokens of a segment.")] = 16384,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     backends: Annotated[str, typer.Option(help="Backends of ours; empty: every fast one that runs here.")] = "",
@@ -67,7 +68,7 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    setting = Setting(where, DTYPES[dtype], heads_per_pattern, spread, segment_tokens, rounds, dense or None)
+    setting = Setting(where, DTYPES[dtype], heads_per_pattern, spread, column_share, segment_tokens, rounds, dense or None)
     shape = Shape(heads, kv_heads, head_size)
     recorded = [Case.of_recording(RecordedIndex.load(path)) for path in index or []]
     named = [(cast(PatternKind, kind), float(share) / 100) for kind in _split(patterns) for share in _split(density)]
@@ -75,9 +76,11 @@ def main(
     checks = [Case(kind, check_density / 100, check_tokens, shape) for kind in _split(patterns)] if check_tokens else []
     cases = recorded + [Case(kind, share, length, shape) for length in lengths for kind, share in named]
     bench = Bench(setting, _makers(_split(backends), _split(peers), where), time.monotonic() + budget_seconds, output)
-    bench.run(checks + [c for c in recorded if c.tokens <= 8192 and check_tokens], cases)
-    print(tables(bench.description(), bench.speeds, bench.errors))
-    save_plot(output.with_suffix(".png"), bench.speeds)
+    try:
+        bench.run(checks + [c for c in recorded if c.tokens <= 8192 and check_tokens], cases)
+    finally:  # whatever ends the run, what was measured is shown
+        print(tables(bench.description(), bench.speeds, bench.errors))
+        save_plot(output.with_suffix(".png"), bench.speeds)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Setting:
     dtype: torch.dtype
     heads_per_pattern: int
     spread: float
+    column_share: float
     segment_tokens: int
     rounds: int
     dense: str | None
@@ -118,7 +122,8 @@ class Case:
         index, shape = recorded.index, Shape(recorded.heads, recorded.kv_heads, recorded.head_size)
         pairs = active_pairs(index) / recorded.heads
         causal = float(causal_cost(index.segments, torch.arange(index.segments[-1].end)).sum())
-        return cls(f"recorded: {recorded.source}", pairs / causal, index.segments[-1].end * BLOCK, shape, recorded)
+        kind = f"{recorded.source} ({shape.heads}:{shape.kv_heads} heads of {shape.head_size})"
+        return cls(kind, pairs / causal, index.segments[-1].end * BLOCK, shape, recorded)
 
     def make_index(self, setting: Setting) -> VerticalSlash:
         """The index, on the CPU."""
@@ -130,7 +135,7 @@ class Case:
         segments = make_segments([self.tokens], -(-self.tokens // BLOCK), segment_tokens)
         return pattern(
             cast(PatternKind, self.kind), segments, self.shape.heads, density=self.density, spread=setting.spread,
-            heads_per_pattern=setting.heads_per_pattern,
+            column_share=setting.column_share, heads_per_pattern=setting.heads_per_pattern,
         )  # fmt: skip
 
 
@@ -159,8 +164,9 @@ class Bench:
         s = self.setting
         device = torch.cuda.get_device_name(s.device) if s.device.type == "cuda" else "CPU"
         versions = {"ds_sparse_ring": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        shared = {"dtype": str(s.dtype), "segment_tokens": s.segment_tokens, "head_spread": s.spread, "rounds": s.rounds}
-        return {"device": device, "versions": versions, **shared, "heads_per_pattern": s.heads_per_pattern}
+        shared = {"dtype": str(s.dtype), "segment_tokens": s.segment_tokens, "rounds": s.rounds}
+        heads = {"head_spread": s.spread, "column_share": s.column_share, "heads_per_pattern": s.heads_per_pattern}
+        return {"device": device, "versions": versions, **shared, **heads}
 
     def _guarded(self, case: Case, work: Callable[[Case], None], refuse: Callable[[Case, str], None]) -> None:
         if time.monotonic() > self.deadline:
@@ -183,7 +189,7 @@ class Bench:
         self.errors.append(ErrorLine(case.kind, case.density, case.tokens, "all", {}, reason))
 
     def _no_speed(self, case: Case, reason: str) -> None:
-        self.speeds.append(SpeedLine(case.kind, case.density, case.tokens, asdict(case.shape), "all", why_not=reason))
+        self._add(case, case.density, "all", why_not=reason)
 
     def _problem(self, case: Case) -> Problem:
         s, shape = self.setting, case.shape
@@ -256,21 +262,27 @@ class Bench:
         found: list[tuple[str, Contender | str]],
         timed: dict[str, list[Timing]],
     ) -> None:
-        index, shape = problem.host_index, asdict(case.shape)
+        index = problem.host_index
         pairs, moved = active_pairs(index), minimal_bytes(index, problem.q, problem.k)
         causal = float(causal_cost(index.segments, torch.arange(index.segments[-1].end)).sum()) * case.shape.heads
-        common = (case.kind, pairs / causal, case.tokens, shape)
+        density = pairs / causal
         if dense is not None:
             forward, backward = timed.get(dense.name, self._dense[case.tokens, case.shape])
-            self.speeds.append(SpeedLine(*common, dense.name, True, causal, causal, forward, backward))
+            self._add(case, density, dense.name, is_dense=True, pairs=causal, forward=forward, backward=backward)
         for name, contender in found:
             if isinstance(contender, str):
-                self.speeds.append(SpeedLine(*common, name, why_not=contender))
+                self._add(case, density, name, why_not=contender)
                 continue
-            first, second, *others = timed[name]
+            forward, backward, *others = timed[name]
             apart = {label: t.median_s for label, t in zip(contender.apart(), others, strict=True)}
-            ours, executed = isinstance(contender, Ours), contender.executed_pairs
-            self.speeds.append(SpeedLine(*common, name, False, pairs, executed, first, second, apart, moved, ours))
+            self._add(
+                case, density, name, pairs=pairs, executed_pairs=contender.executed_pairs, forward=forward, backward=backward,
+                apart=apart, minimal_bytes=moved, ours=isinstance(contender, Ours),
+            )  # fmt: skip
+
+    def _add(self, case: Case, density: float, name: str, **measured: Any) -> None:
+        recorded = case.recorded is not None
+        self.speeds.append(SpeedLine(case.kind, density, case.tokens, asdict(case.shape), name, recorded=recorded, **measured))
 
 
 def _makers(backends: list[str], peers: list[str], device: torch.device) -> _Makers:

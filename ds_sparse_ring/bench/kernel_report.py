@@ -33,7 +33,7 @@ class SpeedLine:
         pairs: active (query, key) entries, for dense attention all causal ones; executed_pairs: in the tiles it works on.
         forward, backward: seconds. apart: medians of what belongs to the passes and was timed apart, seconds.
         minimal_bytes: traffic that forward and backward cannot avoid.
-        why_not: the reason if there is no measurement.
+        recorded: an index recorded from a model. why_not: the reason if there is no measurement.
     """
 
     kind: str
@@ -49,6 +49,7 @@ class SpeedLine:
     apart: Mapping[str, float] = field(default_factory=dict)
     minimal_bytes: tuple[float, float] | None = None
     ours: bool = False
+    recorded: bool = False
     why_not: str | None = None
 
     @property
@@ -104,7 +105,8 @@ def _speed_row(line: SpeedLine, together: Sequence[SpeedLine]) -> str:
 
 
 def _milliseconds(timing: Timing) -> str:
-    return f"{1e3 * timing.median_s:.3g} ({1e3 * timing.fastest_s:.3g} to {1e3 * timing.slowest_s:.3g})"
+    median, fastest, slowest = (f"{1e3 * s:.4g}" for s in (timing.median_s, timing.fastest_s, timing.slowest_s))
+    return f"{median} ({fastest} to {slowest})"
 
 
 def _gigabytes(moved: tuple[float, float], seconds: tuple[float, float]) -> str:
@@ -135,14 +137,18 @@ def _error_row(line: ErrorLine) -> str:
 
 
 def save_plot(path: Path, speeds: Sequence[SpeedLine]) -> None:
-    """Active TFLOP/s over density as a PNG: a row per length, a column per pattern; nothing if nothing was measured."""
-    measured = [x for x in speeds if x.forward is not None and x.backward is not None]
+    """Active TFLOP/s over density as a PNG: a row per length, a column per kind of pattern.
+
+    Recorded indices, which are single points, are left out; nothing is written if there is nothing else.
+    """
+    measured = [x for x in speeds if x.forward is not None and not x.recorded]
     lengths, kinds = sorted({x.tokens for x in measured}), list(dict.fromkeys(x.kind for x in measured))
     if not measured:
         return
     figure = Figure(figsize=(4.6 * len(kinds), 3.4 * len(lengths)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(lengths), len(kinds), squeeze=False)
+    figure.suptitle("forward solid, backward dashed; dense attention thin")
     colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(x.name for x in measured))}
     for row, tokens in zip(grid, lengths, strict=True):
         for axes, kind in zip(row, kinds, strict=True):
@@ -156,7 +162,7 @@ def save_plot(path: Path, speeds: Sequence[SpeedLine]) -> None:
 
 
 def _plot_rates(axes: Axes, lines: Sequence[SpeedLine], colors: Mapping[str, str]) -> None:
-    """Forward solid, backward dashed; dense attention as a thin line, for what it would do at full density."""
+    """One colour a contender; dense attention does all entries, at every density."""
     for name in dict.fromkeys(x.name for x in lines):
         own = sorted((x for x in lines if x.name == name), key=lambda x: x.density)
         for which, style in enumerate(("-", "--")):
@@ -167,5 +173,8 @@ def _plot_rates(axes: Axes, lines: Sequence[SpeedLine], colors: Mapping[str, str
                 linewidth=0.8 if own[0].is_dense else 1.6,
             )  # fmt: skip
     axes.set_xscale("log")
+    densities = sorted({round(100 * x.density, 1) for x in lines})
+    axes.set_xticks(densities, [f"{x:g}" for x in densities])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -111,7 +111,7 @@ def test_the_kernel_benchmark_says_what_it_measured_and_why_it_did_not(tmp_path)
     assert result.exit_code == 0, result.output
     content = json.loads(output.read_text())
     lines = {(x["tokens"], x["kind"], x["name"]): x for x in content["speeds"] if x["name"] != "all"}
-    assert {key[1] for key in lines} == {"clustered", "recorded: a test"}
+    assert {key[1] for key in lines} == {"clustered", "a test (2:1 heads of 16)"}
     for tokens in (512, 1024):
         ours, dense = lines[tokens, "clustered", "torch"], lines[tokens, "clustered", "torch-cpu"]
         assert ours["forward"]["fastest_s"] <= ours["forward"]["median_s"] <= ours["forward"]["slowest_s"]
