@@ -120,7 +120,9 @@ class FlashAttention4(_FlashAttention):
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> Gradients:
         q_, k_, v_, o_, do_ = _tokens_first(q, k, v, o, do)
         with torch.cuda.device(q.device):
-            dq, dk, dv, *_ = self._function(1)(q_, k_, v_, o_, do_, _rows(lse), softmax_scale=scale, causal=True)
+            dq, dk, dv, *_ = self._function(1)(
+                q_, k_, v_, o_, do_, _rows(lse), softmax_scale=scale, causal=True, deterministic=_deterministic()
+            )
         return _heads_first(dq, dk, dv)
 
 
@@ -145,7 +147,7 @@ class FlashAttention3(_FlashAttention):
         gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_, k_, v_))
         lengths = (None,) * 6  # of several sequences in one call
         with torch.cuda.device(q.device):
-            self._function(1)(do_, q_, k_, v_, o_, _rows(lse), *lengths, *gradients, scale, True)
+            self._function(1)(do_, q_, k_, v_, o_, _rows(lse), *lengths, *gradients, scale, True, deterministic=_deterministic())
         return _heads_first(*gradients)
 
 
@@ -169,7 +171,7 @@ class FlashAttention2(_FlashAttention):
         q_, k_, v_, o_, do_ = _tokens_first(q, k, v, o, do)
         gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_, k_, v_))
         with torch.cuda.device(q.device):
-            self._function(1)(do_, q_, k_, v_, o_, _rows(lse), *gradients, 0.0, scale, True, -1, -1, 0.0, None, False)
+            self._function(1)(do_, q_, k_, v_, o_, _rows(lse), *gradients, 0.0, scale, True, -1, -1, 0.0, None, _deterministic())
         return _heads_first(*gradients)
 
 
@@ -292,6 +294,11 @@ def _import(module: str, *names: str) -> tuple[Any, Any] | str:
     except (ImportError, AttributeError, OSError) as error:  # OSError: a library built for another CUDA
         return f"cannot be imported: {error}"
     return first, second
+
+
+def _deterministic() -> bool:
+    """Whether the user asked torch for the same bits on every run; torch's own operators see to it themselves."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ds_sparse_ring.bench.contenders import Flex, Problem, index_mask
+from ds_sparse_ring.bench.contenders import FlashSparse, Flex, Problem, index_mask
 from ds_sparse_ring.bench.counts import active_pairs, tile_maps, tile_pairs
 from ds_sparse_ring.bench.patterns import CLUSTER_WIDTHS, head_densities, pattern
 from ds_sparse_ring.bench.recorded import RecordedIndex, record_index
@@ -17,6 +17,7 @@ from ds_sparse_ring.config import PriceSelector, SparseRingConfig
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import VerticalSlash, cost, density
+from ds_sparse_ring.kernels.dense_backends import FlashAttention4
 
 KINDS = ["band", "clustered", "isolated", "columns"]
 
@@ -80,6 +81,30 @@ def test_flex_attention_gets_the_mask_of_the_index(size: int) -> None:
     listed = flex.block_mask.to_dense()[0].bool().repeat_interleave(size, 1).repeat_interleave(size, 2)
     expected = torch.stack([index_mask(problem, head) for head in range(4)])
     assert torch.equal(masks & listed, expected)
+
+
+def test_lists_of_tiles_name_every_tile_in_both_directions(monkeypatch) -> None:
+    monkeypatch.setattr(FlashAttention4, "refusal", lambda self, case: None)
+    problem = _problem(pattern("clustered", make_segments([1024], 16, 512), 4, density=0.4))
+    peer = FlashSparse(problem)
+    tiles = torch.stack([peer.visible(head)[127::128, ::128] for head in range(4)])
+    for lists, expected in zip(peer.lists, (tiles, tiles.mT), strict=True):
+        partly, whole = _tiles_of(lists[0], lists[1], 8), _tiles_of(lists[2], lists[3], 8)
+        assert torch.equal(partly | whole, expected) and not (partly & whole).any()
+        assert torch.equal(partly, torch.eye(8, dtype=torch.bool).expand(4, 8, 8)), "only the diagonal needs the causal mask"
+    for head in range(4):
+        assert (peer.visible(head) | ~index_mask(problem, head)).all()
+    assert peer.executed_pairs == tiles.sum() * 128 * 128
+
+
+def _tiles_of(counts: torch.Tensor, lists: torch.Tensor, columns: int) -> torch.Tensor:
+    out = torch.zeros(*counts.shape[1:], columns, dtype=torch.bool)
+    for head in range(counts.shape[1]):
+        for row in range(counts.shape[2]):
+            named = lists[0, head, row, : counts[0, head, row]]
+            assert (named.diff() > 0).all(), "ascending"
+            out[head, row, named.long()] = True
+    return out
 
 
 def test_a_recorded_index_survives_its_file_and_keeps_its_shape(tmp_path) -> None:
