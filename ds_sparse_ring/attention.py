@@ -24,6 +24,7 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, cost, density
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
+from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
 from ds_sparse_ring.plan import ring_plan
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
@@ -147,6 +148,13 @@ def _column_places(k: Tensor, index: VerticalSlash, context: SequenceContext) ->
     return row, held, kv_head
 
 
+def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> DenseAttention | None:
+    """The library for the full index where one rank of GPUs holds the whole sequence; None: the kernel does it."""
+    if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name != "triton":
+        return None
+    return find_dense(DenseCase.of(q, k))
+
+
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, index: Index, columns: ColumnKV | None, context: SequenceContext, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -155,6 +163,8 @@ def ring_forward(
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
     """
+    if (dense := _dense(q, k, index, context)) is not None:
+        return dense.forward(q, k, v, scale=scale, rows=document_rows(index.segments))
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
@@ -194,8 +204,10 @@ def ring_backward(
     """Walk the ring again: gradients of keys and values travel behind them, summed in ring order, and end at home.
 
     Returns:
-        dq ``[H, n, D]`` in q's or the accumulator's dtype, dk, dv ``[K, n, D]`` in the accumulator's.
+        dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
     """
+    if (dense := _dense(q, k, index, context)) is not None:
+        return dense.backward(do, q, k, v, o, lse, scale=scale, rows=document_rows(index.segments))
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)

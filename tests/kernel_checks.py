@@ -156,10 +156,12 @@ def check_hops(kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: floa
     for rank, source, chunk in pieces:
         work = Work(BlockMap(ranks, rank), BlockMap(ranks, source + ranks * (chunk.start or 0)), index, scale)
         dq, dk, dv = part(gradients[0], rank, everything), part(gradients[1], source, chunk), part(gradients[2], source, chunk)
-        rows = (part(x, rank, everything) for x in (do, lse, delta))
+        piece_do, piece_lse, piece_delta = (part(x, rank, everything) for x in (do, lse, delta))
         own = source == rank and chunk.start == 0
-        kernel.backward(part(q, rank, everything), part(k, source, chunk), part(v, source, chunk), *rows, work, dq, dk, dv,
-                        columns if own else None, d_columns if own else None)  # fmt: skip
+        kernel.backward(
+            part(q, rank, everything), part(k, source, chunk), part(v, source, chunk), piece_do, piece_lse, piece_delta,
+            work, dq, dk, dv, columns if own else None, d_columns if own else None,
+        )  # fmt: skip
         put(gradients[0], rank, everything, dq)
         put(gradients[1], source, chunk, dk)
         put(gradients[2], source, chunk, dv)

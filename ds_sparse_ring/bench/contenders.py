@@ -8,7 +8,6 @@ Shapes: H query heads, K key/value heads, S tokens of one document, D head size,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -97,11 +96,12 @@ class Ours:
         self.name, self.kernel, self.problem = name, kernel, problem
         p = problem
         acc = accumulator_dtype(p.q.dtype)
+        # written once, as ring_forward and ring_backward have it on one rank
+        self.o, dq = torch.empty_like(p.q), torch.empty_like(p.q)
         self.work = Work(BlockMap(1, 0), BlockMap(1, 0), p.index, p.scale)
         self.executed_pairs = tile_pairs(p.host_index)
-        self.o = torch.empty(p.q.shape, dtype=acc, device=p.q.device)
         self.lse = torch.empty(p.q.shape[:2], dtype=acc, device=p.q.device)
-        self.gradients = [torch.empty(x.shape, dtype=acc, device=x.device) for x in (p.q, p.k, p.v)]
+        self.gradients = [dq, *(torch.empty(x.shape, dtype=acc, device=x.device) for x in (p.k, p.v))]
         patterns = p.index.column_patterns() * p.index.heads_per_pattern // (p.heads // p.k.shape[0])
         self.column_place = patterns * p.k.shape[1] + p.index.column_values
         self.columns = self.gather()
@@ -114,20 +114,17 @@ class Ours:
 
     def forward(self) -> Tensor:
         p = self.problem
-        # accumulators start empty; that they are filled counts as part of the pass
-        self.o.zero_()
-        self.lse.fill_(-math.inf)
-        self.kernel.forward(p.q, p.k, p.v, self.work, self.o, self.lse, self._given(self.columns))
+        self.kernel.forward(p.q, p.k, p.v, self.work, self.o, self.lse, self._given(self.columns), overwrite=True)
         return self.o
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         p = self.problem
         dq, dk, dv = self.gradients
-        for x in (dq, dk, dv, self.d_columns.k, self.d_columns.v):
+        for x in (dk, dv, self.d_columns.k, self.d_columns.v):  # accumulators start empty: that counts as part of the pass
             x.zero_()
         self.kernel.backward(
             p.q, p.k, p.v, p.do, self.lse, self.delta, self.work, dq, dk, dv,
-            self._given(self.columns), self._given(self.d_columns),
+            self._given(self.columns), self._given(self.d_columns), overwrite=True,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -143,12 +140,12 @@ class Ours:
 
     def row_sums(self) -> None:
         """delta = row sums of do * o, which the backward pass is given."""
-        torch.sum(self.problem.do * self.o, -1, out=self.delta)
+        self.delta = self.kernel.delta(self.problem.do, self.o)
 
     def return_columns(self) -> None:
         """Add the columns' gradients where their keys and values live."""
         for total, part in zip(self.gradients[1:], (self.d_columns.k, self.d_columns.v), strict=True):
-            total.flatten(0, 1).index_add_(0, self.column_place, part)
+            self.kernel.add_rows(total.flatten(0, 1), self.column_place, part)
 
     def visible(self, head: int) -> Tensor:
         return index_mask(self.problem, head)

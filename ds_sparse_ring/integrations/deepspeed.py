@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.transformers import attach
+from ds_sparse_ring.kernels.dense import DenseCase, find_dense
 from ds_sparse_ring.runtime import SparseRing
 
 
@@ -137,6 +138,14 @@ class Setup:
     dtype: str
     gradient_checkpointing: bool
 
+    def backend(self) -> str:
+        """The kernels, and the library that does the full index."""
+        name = self.ring.kernel.name
+        if name != "triton" or self.ring.axes.ring_size > 1:
+            return f"{name}, {self.dtype}"
+        dense = find_dense(DenseCase(torch.device("cuda"), torch.bfloat16, head_size=128, heads=8, kv_heads=8))
+        return f"{name}, {self.dtype}; full index in half precision: {dense.name if dense is not None else name}"
+
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
         config, axes = self.ring.config, self.ring.axes
@@ -155,7 +164,7 @@ class Setup:
                 "always active",
                 f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document",
             ),
-            ("attention backend", type(self.ring.kernel).__module__.rpartition(".")[2] + f", {self.dtype}"),
+            ("attention backend", self.backend()),
             ("ZeRO stage", str(self.zero_stage)),
             ("gradient checkpointing", kept if self.gradient_checkpointing else "off"),
             (

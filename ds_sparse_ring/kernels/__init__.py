@@ -45,7 +45,7 @@ def _triton_kernel() -> Kernel:
         from ds_sparse_ring.kernels.triton_attention import TritonKernel
     except ImportError as error:
         raise SparseRingError(
-            f"sparse_ring.backend: the GPU kernels need Triton, which cannot be imported here ({error}): install a build of torch "
-            'that comes with it, pip install triton, or set "backend": "torch" (right, but slow)'
+            f"sparse_ring.backend: the GPU kernels need Triton, which cannot be imported here ({error}): install a build of "
+            'torch that comes with it, pip install triton, or set "backend": "torch" (right, but slow)'
         ) from error
     return TritonKernel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense_backends import BACKENDS, DenseBackend, DenseCase, Gradients
 from ds_sparse_ring.layout import BLOCK
 
-__all__ = ["DenseAttention", "DenseCase", "DenseStatus", "available_dense", "best_dense", "document_rows"]
+__all__ = ["DenseAttention", "DenseCase", "DenseStatus", "available_dense", "best_dense", "document_rows", "find_dense"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,12 @@ def best_dense(case: DenseCase, name: str | None = None) -> DenseAttention:
             return DenseAttention(backend)
         reasons.append(f"{backend.name}: {why_not}")
     raise SparseRingError(f"dense attention: no library can be used for {case}: {'; '.join(reasons)}")
+
+
+@lru_cache(maxsize=64)
+def find_dense(case: DenseCase) -> DenseAttention | None:
+    """`best_dense`, or None where nothing can be used."""
+    return best_dense(case) if any(status.usable for status in available_dense(case)) else None
 
 
 def document_rows(segments: tuple[Segment, ...]) -> list[int]:

@@ -1,9 +1,10 @@
-"""What the index says about one span of queries and one span of keys, as small tables on the device, for the GPU kernels.
+"""What the index says about one span of queries and one span of keys: small tables on the device, for the GPU kernels.
 
-With block maps ``stride * local + start`` of one stride R, query block l and key block j (local numbers) lie ``R (l - j) + q_start
-- k_start`` blocks apart. So a diagonal d meets the two spans iff ``d = R a + c`` with ``c = (q_start - k_start) mod R``, and then
-joins l to ``l + base - a`` with ``base = (q_start - k_start - c) / R``: a span pair sees a vertical-slash pattern of *local*
-offsets a. They are filtered once per index and residue. Nothing here grows with rows x keys, and nothing waits for the device.
+With block maps ``stride * local + start`` of one stride R, query block l and key block j (local numbers) lie
+``R (l - j) + q_start - k_start`` blocks apart. So a diagonal d meets the two spans iff ``d = R a + c`` with
+``c = (q_start - k_start) mod R``, and then joins l to ``l + base - a`` with ``base = (q_start - k_start - c) / R``: a span pair
+sees a vertical-slash pattern of *local* offsets a. They are filtered once per index and residue. Nothing here grows with
+rows x keys, and nothing waits for the device.
 
 Shapes: S segments, P patterns, n query blocks, m key blocks; row = segment * P + pattern. Tables are int32 where not said.
 """
@@ -20,15 +21,13 @@ from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash
 from ds_sparse_ring.kernels.contract import Work
+from ds_sparse_ring.kernels.triton_tables import columns_kernel, offsets_kernel
 from ds_sparse_ring.layout import BlockMap
 
 FULL, VERTICAL_SLASH, BLOCK_LISTS = 0, 1, 2
 _WORD = 32
 _ROW_BITS = 40
 _NO_KEY = 1 << 30
-
-WIDE_GAIN = 1.3
-"""How much faster the kernels do a tile of two query blocks than two tiles of one, as measured on an H200."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Spans:
         residue: c, the block diagonals that meet are ``R a + c``.
         segments: ``[S, 3]``: first query block, one past the last, first key block that they may read (huge: only their own).
         q_segment: ``[n]`` segment of each query block. k_segments: ``[m, 2]`` segments (from, to) that may read each key block.
-        q_pairs: ``[pairs]`` first blocks of pairs of query blocks of one segment (the last pair of an odd one has one block).
-        q_singles: all query blocks.
     """
 
     base: int
@@ -49,8 +46,6 @@ class Spans:
     residue: int
     segments: Tensor
     q_segment: Tensor
-    q_pairs: Tensor
-    q_singles: Tensor
     k_segments: Tensor
 
 
@@ -68,25 +63,6 @@ class Offsets:
     values: Tensor
     bits: Tensor
     before: Tensor
-
-
-@dataclass(frozen=True)
-class Runs:
-    """All offsets of each row, and those of them with a neighbour above, the last and the first of each run of neighbours.
-
-    Query blocks l and l + 1 both read key block ``l + base - a`` if a and a + 1 are active. If only a is, l reads it alone; and
-    if a is active without a - 1, l + 1 alone reads ``l + 1 + base - a``.
-
-    Attributes:
-        wide: ``[S * P]`` 1 where tiles of two query blocks are faster than tiles of one: the ends of runs cost them twice, all
-            else gains.
-    """
-
-    every: Offsets
-    both: Offsets
-    last: Offsets
-    first: Offsets
-    wide: Tensor
 
 
 @dataclass(frozen=True)
@@ -133,44 +109,33 @@ def _spans(
     if q_map.stride != k_map.stride:
         raise SparseRingError(f"kernel: queries have stride {q_map.stride}, keys {k_map.stride}; the strides must be equal")
     base, residue = divmod(q_map.start - k_map.start, q_map.stride)
-    table, q_pairs = [], []
-    q_segment, k_segments = torch.zeros(q_blocks, dtype=torch.int32), torch.zeros(k_blocks, 2, dtype=torch.int32)
+    table, q_segment, k_segments = [], torch.zeros(q_blocks, dtype=torch.int32), torch.zeros(k_blocks, 2, dtype=torch.int32)
     last_of_document = {s.document_begin: i + 1 for i, s in enumerate(segments)}
     for i, s in enumerate(segments):
         rows, keys = q_map.local_range(s.begin, s.end, q_blocks), k_map.local_range(s.begin, s.end, k_blocks)
         first_key = k_map.local_range(s.document_begin, s.end, k_blocks).start
         table.append([rows.start, rows.stop, _NO_KEY if s.is_padding else first_key])
         q_segment[rows.start : rows.stop] = i
-        q_pairs.extend(rows[::2])
         k_segments[keys.start : keys.stop] = torch.tensor([i, last_of_document[s.document_begin]], dtype=torch.int32)
-    singles = torch.arange(q_blocks, dtype=torch.int32)
-    tables = torch.tensor(table, dtype=torch.int32), q_segment, torch.tensor(q_pairs, dtype=torch.int32), singles, k_segments
+    tables = torch.tensor(table, dtype=torch.int32), q_segment, k_segments
     on_device = [x.to(device) for x in tables]
     return Spans(base, residue == 0, residue, *on_device)
 
 
-def offsets(index: VerticalSlash, stride: int, residue: int, *, with_columns: bool) -> Runs:
-    """Diagonals ``stride * a + residue``, diagonal 0 left out, as local offsets a; ``with_columns``: columns count as work, too."""
-    from ds_sparse_ring.kernels.triton_tables import offsets_kernel
-
+def offsets(index: VerticalSlash, stride: int, residue: int) -> Offsets:
+    """Diagonals ``stride * a + residue`` as local offsets a, diagonal 0 left out."""
     device, rows = index.diagonal_values.device, index.diagonal_ptr.numel() - 1
     words = max(s.end - s.document_begin for s in index.segments) // stride // _WORD + 2
-    tables = torch.zeros(8, rows, words, dtype=torch.int32, device=device)
-    values = torch.zeros(4, index.diagonal_values.numel() + 1, dtype=torch.int32, device=device)
-    wide = torch.empty(rows, dtype=torch.int32, device=device)
-    parts = [Offsets(index.diagonal_ptr, values[i], tables[2 * i], tables[2 * i + 1]) for i in range(4)]
-    arguments = [x for part in parts for x in (part.values, part.bits, part.before)]
+    bits, before = torch.zeros(2, rows, words, dtype=torch.int32, device=device)
+    values = torch.zeros(index.diagonal_values.numel() + 1, dtype=torch.int32, device=device)
     offsets_kernel[(rows,)](
-        index.diagonal_ptr, index.diagonal_values, index.column_ptr, stride, residue, words, WIDE_GAIN - 1, *arguments, wide,
-        COLUMNS=with_columns, CHUNK=128,
+        index.diagonal_ptr, index.diagonal_values, stride, residue, words, values, bits, before, CHUNK=128
     )  # fmt: skip
-    return Runs(*parts, wide)
+    return Offsets(index.diagonal_ptr, values, bits, before)
 
 
 def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:
     """Where the columns of an index count, and tiles of ``tile`` of them."""
-    from ds_sparse_ring.kernels.triton_tables import columns_kernel
-
     device, rows = index.column_values.device, index.column_ptr.numel() - 1
     end = torch.empty(index.patterns, q_blocks, dtype=torch.int32, device=device)
     tiles = torch.full((2, index.column_values.numel() // tile + rows), -1, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """The Triton backend: the kernel contract for GPUs, from the implicit index.
 
-bfloat16, float16 and float32 (computed exactly, without matrix units), head sizes up to 256 that are multiples of 8 (128 in float32), any
-grouping of heads. float64 is left to the reference. The backward pass has no atomics: it repeats bit for bit.
+bfloat16, float16 and float32 (computed exactly, without matrix units; up to head size 128), head sizes up to 256 that are
+multiples of 8, any grouping of heads. float64 is left to the reference. The backward pass has no atomics: it repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Tuning:
 
 
 def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
-    """Launch parameters of ``forward``, ``forward-wide``, ``dq``, ``dkv`` or ``dcolumns``, as measured on an H200."""
+    """Launch parameters of ``forward``, ``dq``, ``dkv`` or ``dcolumns``, as measured on an H200 (docs/measurements.md)."""
     if dtype == torch.float32:  # only to be right, and to fit
         return Tuning(32, 1, 8)
     if padded_head > 128:
         return Tuning(64, 2 if kernel == "forward" else 1, 8)
-    return Tuning(64, 3, 8) if kernel == "forward-wide" else Tuning(64, 2, 4)
+    return Tuning(64, 2, 4)
 
 
 class TritonKernel(TorchKernel):
@@ -67,7 +67,7 @@ class TritonKernel(TorchKernel):
             return super().forward(q, k, v, work, o_acc, lse_acc, columns, overwrite=overwrite)
         call = _Call(q, k, v, work, columns)
         call.add(o=o_acc, lse=lse_acc, **_strides(o=o_acc), lse_head=lse_acc.stride(0), OVERWRITE=overwrite)
-        call.launch_forward(q.shape[0])
+        call.launch("forward", forward_kernel, q.shape[0] * call.q_blocks)
 
     def backward(
         self,
@@ -135,8 +135,8 @@ class _Call:
         self._dtype, self._work, self._columns = q.dtype, work, columns
         self._spans = hop_index.spans(work, self.q_blocks, self.k_blocks, q.device)
         index, self._padded = work.index, triton.next_power_of_2(q.shape[2])
-        self._q = q
         self._arguments: dict[str, Any] = {
+            "q_desc": _block_descriptor(q),
             "k_desc": _block_descriptor(k),
             "v_desc": _block_descriptor(v),
             "q_blocks": self.q_blocks,
@@ -163,20 +163,10 @@ class _Call:
     def add(self, **arguments: Any) -> None:
         self._arguments |= arguments
 
-    def launch_forward(self, heads: int) -> None:
-        """Tiles of one query block, of two, or each where it is faster."""
-        kind = self._arguments["KIND"]
-        fits = self._padded <= 128 and self._dtype != torch.float32
-        sizes = (1,) if kind == hop_index.BLOCK_LISTS or not fits else (2,) if kind == hop_index.FULL else (1, 2)
-        for halves in sizes:
-            blocks = self._spans.q_singles if halves == 1 else self._spans.q_pairs
-            self.add(tile_blocks=blocks, tiles=blocks.numel(), HALVES=halves, CHOOSE=len(sizes) > 1)
-            self.launch("forward" if halves == 1 else "forward-wide", forward_kernel, heads * blocks.numel())
-
     def launch(self, name: str, kernel: Any, programs: int) -> None:
         tune = tuning(name, self._dtype, self._padded)
         named = self._arguments | self._lists(transposed=name == "dkv") | self._column_arguments(tune.tile)
-        named |= {"TILE": tune.tile, "STAGES": tune.stages, "q_desc": _block_descriptor(self._q, 2 if "wide" in name else 1)}
+        named |= {"TILE": tune.tile, "STAGES": tune.stages}
         kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps)
 
     def column_tiles(self, name: str) -> int:
@@ -186,29 +176,18 @@ class _Call:
     def _lists(self, *, transposed: bool) -> dict[str, Any]:
         """Which key blocks query blocks read, in the form of the index's kind; what a kind has not, no kernel reads."""
         work, index, unused = self._work, self._work.index, self._spans.segments
-        named: dict[str, Any] = {"wide": unused, "words": 1}
         if isinstance(index, VerticalSlash):
-            runs = self._runs(index, work.q_map.stride, self._spans.residue)
-            for prefix, part in (("", runs.every), ("both_", runs.both), ("last_", runs.last), ("first_", runs.first)):
-                named |= {prefix + name: x for name, x in vars(part).items()}
-            return named | {"wide": runs.wide, "words": runs.every.bits.shape[1]}
-        lists = None
+            offsets = self._offsets(index, work.q_map.stride, self._spans.residue)
+            return vars(offsets) | {"words": offsets.bits.shape[1]}
+        ptr, values = unused, unused
         if isinstance(index, BlockLists):
             key = ("lists", work.q_map, work.k_map, self.q_blocks, self.k_blocks)
             lists = index.derived(key, lambda: hop_index.lists(index, work, self.q_blocks, self.k_blocks))
-        for prefix in ("", "both_", "last_", "first_"):
-            named |= {prefix + name: unused for name in ("ptr", "values", "bits", "before")}
-        if lists is not None:
             ptr, values = (lists.t_ptr, lists.t_values) if transposed else (lists.ptr, lists.values)
-            named |= {"ptr": ptr, "values": values}
-        return named
+        return {"ptr": ptr, "values": values, "bits": unused, "before": unused, "words": 1}
 
-    def _runs(self, index: VerticalSlash, stride: int, residue: int) -> hop_index.Runs:
-        with_columns = self._columns is not None
-        return index.derived(
-            ("offsets", stride, residue, with_columns),
-            lambda: hop_index.offsets(index, stride, residue, with_columns=with_columns),
-        )
+    def _offsets(self, index: VerticalSlash, stride: int, residue: int) -> hop_index.Offsets:
+        return index.derived(("offsets", stride, residue), lambda: hop_index.offsets(index, stride, residue))
 
     def _column_table(self, tile: int) -> hop_index.Columns:
         work, index = self._work, self._work.index
@@ -229,7 +208,7 @@ class _Call:
             }
         table, index = self._column_table(tile), self._work.index
         assert isinstance(index, VerticalSlash)
-        bits = self._runs(index, 1, 0).every.bits
+        bits = self._offsets(index, 1, 0).bits
         return {
             "column_k_desc": _column_descriptor(self._columns.k, tile),
             "column_v_desc": _column_descriptor(self._columns.v, tile),
@@ -251,11 +230,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _block_descriptor(x: Tensor, blocks: int = 1) -> Any:
-    """Neighbouring blocks of tokens of one head of ``[heads, tokens, D]``; what lies behind the tensor reads as 0."""
+def _block_descriptor(x: Tensor) -> Any:
+    """One block of tokens of one head of ``[heads, tokens, D]``; what lies behind D reads as 0."""
     x = _readable(x)
-    shape = [1, blocks * BLOCK, triton.next_power_of_2(x.shape[2])]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, BLOCK, triton.next_power_of_2(x.shape[2])])
 
 
 def _column_descriptor(x: Tensor, tile: int) -> Any:

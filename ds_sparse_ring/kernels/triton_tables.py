@@ -25,64 +25,32 @@ def bits_below(word, position):
 
 
 @triton.jit
-def store_part(bits, before, at, inside, part, so_far):
-    """Words of one subset and the counts before them; returns the count behind them."""
-    count = tl.where(inside, count_bits(part), 0)
-    tl.store(bits + at, part.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(before + at, so_far + tl.cumsum(count, 0) - count, mask=inside)
-    return so_far + tl.sum(count, 0)
-
-
-@triton.jit
-def list_part(values, bits, before, start, word_at, a, kept):
-    """Write the offsets of one subset in order."""
-    word = tl.load(bits + word_at, mask=kept, other=0)
-    place = tl.load(before + word_at, mask=kept, other=0) + bits_below(word, a & 31)
-    tl.store(values + start + place, a, mask=kept & (((word >> (a & 31)) & 1) == 1))
-
-
-@triton.jit
-def offsets_kernel(diagonal_ptr, diagonals, column_ptr, stride, residue, words, gain,
-                   values, bits, before, both_values, both_bits, both_before,
-                   last_values, last_bits, last_before, first_values, first_bits, first_before, wide,
-                   COLUMNS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def offsets_kernel(diagonal_ptr, diagonals, stride, residue, words, values, bits, before, CHUNK: tl.constexpr):
+    """Diagonals ``stride * a + residue`` but diagonal 0: a bitmap of a, counts before each of its words, and the list of a."""
     row = tl.program_id(0)
     start, end = tl.load(diagonal_ptr + row).to(tl.int32), tl.load(diagonal_ptr + row + 1).to(tl.int32)
     lanes = tl.arange(0, CHUNK)
     for at in tl.range(start, end, CHUNK):
         d = tl.load(diagonals + at + lanes, mask=at + lanes < end, other=0).to(tl.int32)
-        kept = (d > 0) & (d % stride == residue)
         a = (d - residue) // stride
-        tl.atomic_or(bits + row * words + (a >> 5), 1 << (a & 31), mask=kept)
+        tl.atomic_or(bits + row * words + (a >> 5), 1 << (a & 31), mask=(d > 0) & (d % stride == residue))
     tl.debug_barrier()
-    total, both_total, last_total, first_total = 0, 0, 0, 0
+    total = 0
     for w in tl.range(0, words, CHUNK):
         inside = w + lanes < words
-        at = row * words + w + lanes
-        own = tl.load(bits + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        behind = tl.load(bits + at + 1, mask=w + lanes + 1 < words, other=0).to(tl.uint32, bitcast=True)
-        ahead = tl.load(bits + at - 1, mask=inside & (w + lanes > 0), other=0).to(tl.uint32, bitcast=True)
-        above, below = (own >> 1) | (behind << 31), (own << 1) | (ahead >> 31)
-        count = tl.where(inside, count_bits(own), 0)
-        tl.store(before + at, total + tl.cumsum(count, 0) - count, mask=inside)
+        word_at = row * words + w + lanes
+        count = count_bits(tl.load(bits + word_at, mask=inside, other=0).to(tl.uint32, bitcast=True))
+        tl.store(before + word_at, total + tl.cumsum(count, 0) - count, mask=inside)
         total += tl.sum(count, 0)
-        both_total = store_part(both_bits, both_before, at, inside, own & above, both_total)
-        last_total = store_part(last_bits, last_before, at, inside, own & ~above, last_total)
-        first_total = store_part(first_bits, first_before, at, inside, own & ~below, first_total)
     tl.debug_barrier()
     for at in tl.range(start, end, CHUNK):
         d = tl.load(diagonals + at + lanes, mask=at + lanes < end, other=0).to(tl.int32)
         kept = (d > 0) & (d % stride == residue)
         a = (d - residue) // stride
-        word_at = row * words + (a >> 5)
-        list_part(values, bits, before, start, word_at, a, kept)
-        list_part(both_values, both_bits, both_before, start, word_at, a, kept)
-        list_part(last_values, last_bits, last_before, start, word_at, a, kept)
-        list_part(first_values, first_bits, first_before, start, word_at, a, kept)
-    work = total
-    if COLUMNS:
-        work += ((tl.load(column_ptr + row + 1) - tl.load(column_ptr + row)) // T).to(tl.int32)
-    tl.store(wide + row, (last_total <= gain * work).to(tl.int32))
+        entry_at = row * words + (a >> 5)
+        word = tl.load(bits + entry_at, mask=kept, other=0)
+        place = tl.load(before + entry_at, mask=kept, other=0) + bits_below(word, a & 31)
+        tl.store(values + start + place, a, mask=kept)
 
 
 @triton.jit
