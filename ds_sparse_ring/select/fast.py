@@ -89,6 +89,11 @@ class _Probe:
         """Compile-time arguments of the kernels that score rows."""
         return _options(self.q_rows, self.k) | {"HPP": self.context.config.heads_per_pattern}
 
+    @property
+    def together(self) -> int:
+        """Heads of a pattern that are scored together."""
+        return together(self.q_rows.shape[2], self.q_rows.element_size(), self.context.config.heads_per_pattern)
+
 
 def select_fast(
     q: Tensor, k: Tensor, context: SequenceContext, scale: float, selector: PriceSelector | TopPSelector | FixedSelector
@@ -115,17 +120,24 @@ def select_fast(
         return _index(probe, words, flags, tied, infinite)
 
 
-def _options(q: Tensor, k: Tensor) -> dict[str, Any]:
-    size = q.shape[2]
-    # float32 keys of a wide head leave no room for a third stage
-    stages = 3 if size * q.element_size() <= 512 else 2
+def launch_options(head_size: int, element_bytes: int) -> dict[str, int]:
+    """Head size, warps and stages of the kernels that score rows."""
+    wide = head_size * element_bytes > 256  # a third stage of keys, or of the rows of more heads, would not fit
     return {
-        "GROUP": q.shape[0] // k.shape[0],
-        "D": size,
-        "BLOCK_D": max(16, 1 << (size - 1).bit_length()),
+        "D": head_size,
+        "BLOCK_D": max(16, 1 << (head_size - 1).bit_length()),
         "num_warps": _WARPS,
-        "num_stages": stages,
+        "num_stages": 2 if wide else 3,
     }
+
+
+def together(head_size: int, element_bytes: int, heads: int) -> int:
+    """Heads whose rows share a tile of keys: two, where they are even in number and the rows fit beside the keys."""
+    return 2 if heads % 2 == 0 and head_size * element_bytes <= 256 else 1
+
+
+def _options(q: Tensor, k: Tensor) -> dict[str, Any]:
+    return {"GROUP": q.shape[0] // k.shape[0], **launch_options(q.shape[2], q.element_size())}
 
 
 def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> tuple[_Probe, Tensor]:
@@ -153,12 +165,11 @@ def _log_sum_exp(q_rows: Tensor, k: Tensor, tables: Tables, scale2: float) -> tu
     """Maxima of the rows over this rank's keys, and sums of exponentials relative to them: fp32 ``[H, G * R]`` each."""
     heads, chunks, groups = q_rows.shape[0], tables.chunks.shape[0], tables.groups.shape[0]
     options = _options(q_rows, k)
-    # two heads of a KV head share its tiles where their rows fit beside them
-    together = 2 if options["GROUP"] % 2 == 0 and options["BLOCK_D"] * q_rows.element_size() <= 512 else 1
+    at_once = together(q_rows.shape[2], q_rows.element_size(), options["GROUP"])
     parts = q_rows.new_empty(2, chunks, heads, BLOCK, dtype=torch.float32)
-    kernels.lse_chunk_kernel[(chunks * (heads // together),)](
+    kernels.lse_chunk_kernel[(chunks * (heads // at_once),)](
         q_rows, k, tables.groups, tables.chunks, tables.key_blocks, parts[0], parts[1], k.stride(0), k.stride(1), scale2,
-        groups, heads, HEADS=together, **options,
+        groups, heads, HEADS=at_once, **options,
     )  # fmt: skip
     out = q_rows.new_empty(2, heads, groups * BLOCK, dtype=torch.float32)
     kernels.lse_merge_kernel[(groups, heads)](parts[0], parts[1], tables.groups, out[0], out[1], groups, heads, CHUNKS=16)
@@ -172,7 +183,7 @@ def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
     partials = probe.lse.new_empty(t.column_slots, 4)
     kernels.price_kernel[(t.chunks.shape[0] * patterns,)](
         probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, words, partials, *probe.strides, probe.scale2,
-        price, probe.context.config.local_blocks, probe.groups, patterns, **probe.options,
+        price, probe.context.config.local_blocks, probe.groups, patterns, HEADS=probe.together, **probe.options,
     )  # fmt: skip
     mass = probe.lse.new_empty(t.diagonal_slots)
     grid = (t.diagonal_tiles.shape[0] * patterns,)
@@ -272,7 +283,7 @@ def _column_mass(probe: _Probe, first: int, last: int) -> Tensor:
     if part.chunks:
         kernels.column_mass_kernel[(part.chunks * patterns,)](
             probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, mass, *probe.strides, probe.scale2,
-            part.chunk_first, part.slot_first * patterns, probe.groups, patterns, **probe.options,
+            part.chunk_first, part.slot_first * patterns, probe.groups, patterns, HEADS=probe.together, **probe.options,
         )  # fmt: skip
     return mass
 

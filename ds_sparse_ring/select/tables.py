@@ -42,7 +42,7 @@ class Tables:
     """Static integers of a selection, int64 tensors on the device unless said otherwise.
 
     Attributes:
-        rows: ``[G * 64]`` local row of each probe query (0 where there is none); held: bool ``[G * 64]``, whether this rank has it.
+        rows: ``[G * 64]`` local row of each probe query, 0 where there is none; held: bool ``[G * 64]``, if this rank has it.
         valid: bool ``[G * 64]``; a group of fewer than 64 queries leaves the rest invalid.
         groups: ``[G, GROUP_FIELDS]``: first row (token) and number of rows; first local key block and number of them; first slot
             (per pattern: times P); range of chunks; how many of the key blocks lie before the rows' first block; target segment

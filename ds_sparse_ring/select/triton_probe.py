@@ -168,31 +168,32 @@ def lse_merge_kernel(
 
 
 @triton.jit
-def _pattern_tile(
-    q_rows,
-    lse,
-    k_tile,
-    head,
-    g,
-    G,
-    hidden,
-    scale2,
-    HPP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Mean probability over a pattern's heads, [T keys, R rows]; keys along the first axis make sums over rows cheap."""
-    r = tl.arange(0, 64)
-    p = tl.zeros([64, 64], tl.float32)
-    for h in tl.static_range(HPP):
-        q = _row_tile(q_rows, head + h, g, G, 64, D, BLOCK_D)
-        row_lse = tl.load(lse + ((head + h) * G + g) * 64 + r)
-        s = tl.dot(k_tile, tl.trans(q), input_precision="ieee") * scale2
-        p += tl.exp2(s - row_lse[None, :])
-    p = tl.where(hidden, 0.0, p)
-    if HPP > 1:
-        p = p / HPP
-    return p
+def _probabilities(q, k_tile, lse, scale2):
+    """Probabilities [T keys, rows]: with keys along the first axis, sums over rows stay inside a warp.
+
+    Rows whose lse is +inf get 0. The bound keeps them so where a hidden key (in the future, or padding) scores NaN or inf;
+    scores that count were found finite with their log-sum-exp.
+    """
+    s = tl.dot(k_tile, tl.trans(q), input_precision="ieee") * scale2
+    return tl.exp2(tl.minimum(s, 1e30) - lse[None, :])
+
+
+@triton.jit
+def _row_lse(lse, head, g, G, ROWS: tl.constexpr):
+    """Log-sum-exp of the rows of ROWS / 64 heads."""
+    m = tl.arange(0, ROWS)
+    return tl.load(lse + ((head + m // 64) * G + g) * 64 + m % 64)
+
+
+@triton.jit
+def _price_sums(q, k_tile, lse, u, j, straddles, scale2):
+    """Per key, sums over rows of p, of p max(j - u, 0), of p (j - u), and of p max(u - j - 64, 0)."""
+    p = _probabilities(q, k_tile, lse, scale2)
+    lag = j[:, None] - u[None, :]
+    beyond = tl.zeros([64], tl.float32)
+    if straddles:
+        beyond = tl.sum(p * tl.maximum(-lag - 64.0, 0.0), 1)
+    return tl.sum(p, 1), tl.sum(p * tl.maximum(lag, 0.0), 1), tl.sum(p * lag, 1), beyond
 
 
 @triton.jit
@@ -214,14 +215,16 @@ def price_kernel(
     P,
     GROUP: tl.constexpr,
     HPP: tl.constexpr,
+    HEADS: tl.constexpr,  # heads scored at a time; divides HPP
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Columns above the price, and what the others leave for the diagonals. Grid: C * P, patterns fastest.
 
     Row u (counted from the beginning of the rows' first block) and key j of a block that lies c blocks before it are on the
-    token diagonal 64 c + u - j. It gives block diagonal d the share max(0, 1 - |64 (c - d) + u - j| / 64): d is one of
-    c - 1 ... c + 2.
+    token diagonal 64 c + u - j. It gives block diagonal d the share max(0, 1 - |64 (c - d) + u - j| / 64), where d is one of
+    c - 1 ... c + 2 (before, centre, after, beyond; the last one only where the rows straddle two blocks). These shares add up
+    to 1, and weighted with d - c to (u - j) / 64, so that two of the four sums give the others.
     """
     pid = tl.program_id(0).to(tl.int64)
     c = pid // P
@@ -233,38 +236,50 @@ def price_kernel(
         count = tl.load(group + _ROW_COUNT)
         sink_cut = tl.load(group + _SINK_CUT)
         sink_end = tl.load(group + _SINK_END)
-        begin = tl.load(group + _LOCAL_BEGIN)
-        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - begin
+        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN)
         row_block = first // 64
         straddles = (first + count - 1) // 64 > row_block
+        rows = (count * HPP).to(tl.float32)
         j = tl.arange(0, 64)
-        u = first % 64 + tl.arange(0, 64)
-        x = (u[None, :] - j[:, None]).to(tl.float32) * 0.015625
+        u = (first % 64).to(tl.int32) + tl.arange(0, 64 * HEADS) % 64
+        four = tl.arange(0, 2)
         head = pattern * HPP
         k_head = k + head // GROUP * k_head_stride
-        for local in range(tl.load(chunks + c * 3 + 1), tl.load(chunks + c * 3 + 2)):
+        begin = tl.load(chunks + c * 3 + 1)
+        q = _row_tile(q_rows, head, g, G, 64 * HEADS, D, BLOCK_D)
+        row_lse = _row_lse(lse, head, g, G, 64 * HEADS)
+        for local in range(begin, tl.load(chunks + c * 3 + 2)):
             block = tl.load(key_blocks + local)
-            near = (row_block + u // 64 - block) < local_blocks  # holds for every key in the future
             tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
-            p = _pattern_tile(q_rows, lse, tile, head, g, G, near[None, :], scale2, HPP, D, BLOCK_D)
+            near = (u // 64 + (row_block - block).to(tl.int32)) < local_blocks  # holds for every key in the future
+            # the same amount is added to u and j: their differences, 64 x rows numbers, are then no constants of the loop,
+            # which would be kept in registers
+            moved = ((local - begin) * 64).to(tl.float32)
+            u_moved = u.to(tl.float32) + moved
+            j_moved = j.to(tl.float32) + moved
+            hidden = tl.where(near, float("inf"), row_lse)
+            mass, before, lag, beyond = _price_sums(q, tile, hidden, u_moved, j_moved, straddles, scale2)
+            for more in range(HEADS, HPP, HEADS):
+                other = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
+                hidden = tl.where(near, float("inf"), _row_lse(lse, head + more, g, G, 64 * HEADS))
+                a, b, d, e = _price_sums(other, tile, hidden, u_moved, j_moved, straddles, scale2)
+                mass += a
+                before += b
+                lag += d
+                beyond += e
             token = block * 64 + j
-            left = token >= sink_cut
-            mass = tl.where(left, tl.sum(p, 1), 0.0)
-            taken = mass > price * count
-            left = left & (mass <= price * count)
-            before = tl.where(left, tl.sum(p * tl.maximum(-x, 0.0), 1), 0.0)
-            after = tl.where(left, tl.sum(p * tl.maximum(1.0 - tl.abs(x - 1.0), 0.0), 1), 0.0)
-            beyond = tl.zeros([64], tl.float32)
-            if straddles:
-                beyond = tl.where(left, tl.sum(p * tl.maximum(x - 1.0, 0.0), 1), 0.0)
-            centre = tl.where(left, mass, 0.0) - before - after - beyond
+            mass = tl.where(token >= sink_cut, mass, 0.0)
+            taken = mass > price * rows
+            left = (token >= sink_cut) & (mass <= price * rows)
             bits = tl.where(taken | (token < sink_end), tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
             tl.store(words + slot + local, tl.sum(bits, 0))
-            out = partials + (slot + local) * 4
-            tl.store(out, tl.sum(before, 0) / count)
-            tl.store(out + 1, tl.sum(centre, 0) / count)
-            tl.store(out + 2, tl.sum(after, 0) / count)
-            tl.store(out + 3, tl.sum(beyond, 0) / count)
+            before, beyond = before * 0.015625, beyond * 0.015625
+            after = before - lag * 0.015625 - 2.0 * beyond
+            centre = mass - before - after - beyond
+            parts = tl.join(tl.join(before, after), tl.join(centre, beyond))
+            parts = tl.sum(tl.where(left[:, None, None], parts, 0.0), 0)
+            at = partials + (slot + local) * 4
+            tl.store(at + four[:, None] * 2 + four[None, :], parts / rows)
 
 
 @triton.jit
@@ -346,7 +361,7 @@ def column_mass_kernel(
     groups,
     chunks,
     key_blocks,
-    mass,  # fp32 [slots * T], from slot ``slot_first`` on; -1 for keys behind the probed ones
+    mass_out,  # fp32 [slots * T], from slot ``slot_first`` on; -1 for keys behind the probed ones
     k_head_stride,
     k_stride,
     scale2,
@@ -356,6 +371,7 @@ def column_mass_kernel(
     P,
     GROUP: tl.constexpr,
     HPP: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -367,8 +383,8 @@ def column_mass_kernel(
     group = groups + g * _FIELDS
     if tl.load(group + _TARGET) >= 0:
         slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
-        row = tl.load(group + _ROW_FIRST) + tl.arange(0, 64)
-        count = tl.load(group + _ROW_COUNT)
+        row = tl.load(group + _ROW_FIRST) + tl.arange(0, 64 * HEADS) % 64
+        rows = (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
         key_end = tl.load(group + _KEY_END)
         head = pattern * HPP
         k_head = k + head // GROUP * k_head_stride
@@ -377,10 +393,14 @@ def column_mass_kernel(
             key = block * 64 + tl.arange(0, 64)
             tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
             future = key[:, None] > row[None, :]
-            p = _pattern_tile(q_rows, lse, tile, head, g, G, future, scale2, HPP, D, BLOCK_D)
-            column = tl.sum(p, 1) / count
-            column = tl.where(block < key_end, column, -1.0)
-            tl.store(mass + (slot + local) * 64 + tl.arange(0, 64), column)
+            mass = tl.zeros([64], tl.float32)
+            for more in range(0, HPP, HEADS):
+                q = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
+                row_lse = _row_lse(lse, head + more, g, G, 64 * HEADS)
+                p = _probabilities(q, tile, row_lse, scale2)
+                mass += tl.sum(tl.where(future, 0.0, p), 1)
+            mass = tl.where(block < key_end, mass / rows, -1.0)
+            tl.store(mass_out + (slot + local) * 64 + tl.arange(0, 64), mass)
 
 
 @triton.jit
@@ -423,7 +443,12 @@ def probability_kernel(
             key = tl.load(key_blocks + local) * 64 + i
             tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
             future = key[:, None] > row[None, :]
-            p = _pattern_tile(q_rows, lse, tile, head, g, G, future, scale2, HPP, D, BLOCK_D)
+            p = tl.zeros([64, 64], tl.float32)
+            for more in range(HPP):
+                q = _row_tile(q_rows, head + more, g, G, 64, D, BLOCK_D)
+                row_lse = _row_lse(lse, head + more, g, G, 64)
+                p += _probabilities(q, tile, row_lse, scale2)
+            p = tl.where(future, 0.0, p / HPP)
             tl.store(out + (rows[:, None] + local - begin) * 64 + i[None, :], tl.trans(p))
 
 
