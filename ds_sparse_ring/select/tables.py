@@ -145,7 +145,9 @@ def _group_tables(
         low, high, rows_at = torch.searchsorted(key_blocks, marks).tolist()
         runs.append((low, high - low, max(rows_at - low, 0), -1 if target is None else target, sink_cut, sink_end))
     size = _chunk_blocks(sum(run[1] for run in runs) * patterns)
-    groups, chunks, offset_chunks = [], [], []
+    groups: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, int, int]] = []
+    offset_chunks: list[tuple[int, int, int]] = []
     slot = reach_slot = 0
     for (s, first, count), (low, tiles, earlier, target, sink_cut, sink_end) in zip(probes, runs, strict=True):
         g, begin, offset_begin = len(groups), len(chunks), len(offset_chunks)
