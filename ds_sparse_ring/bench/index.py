@@ -111,7 +111,7 @@ def planted(tokens: int, shape: _Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     for head in range(shape.kv_heads):
         for distance in (64 * 5 + 7, 64 * 50, 64 * 300 + 33):
             if distance < tokens:  # the last query head of the group finds the keys that lie so far back
-                q[head * group + group - 1, distance:] += 0.5 * k[head, : tokens - distance]
+                q[head * group + group - 1, distance:] += 1.1 * k[head, : tokens - distance]
     return q, k
 
 
