@@ -35,6 +35,7 @@ from ds_sparse_ring.select.tables import Tables, tables_of
 _NO_BOUND = 1 << 62
 _TOKEN_BITS = 40  # of the key row << 40 | token that stands for a column where columns of several ranks are put in order
 _ENTRIES = 1 << 26  # masses or probabilities that selection by mass holds at a time: 256 MiB
+_BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
 
 
@@ -63,6 +64,19 @@ _OFFSETS = _Kind(fields.REACH_SLOT, fields.REACH, fields.OFFSET_CHUNK_BEGIN, fie
 
 
 @dataclass(frozen=True)
+class _Bounds:
+    """Bounds of the mass of key blocks: most have too little to hold anything that selection by price keeps.
+
+    Attributes:
+        anchors: fp32 ``[H, G * R]``, log-sum-exp over a few key blocks: a lower bound of that over all.
+        sums: fp32, one per head and key block of each group: its exponentials relative to the anchors, summed over the rows.
+    """
+
+    anchors: Tensor
+    sums: Tensor
+
+
+@dataclass(frozen=True)
 class _Probe:
     """The probes of all segments: their rows, gathered on every rank, their log-sum-exp (base 2), and how to launch on them."""
 
@@ -73,6 +87,7 @@ class _Probe:
     context: SequenceContext
     patterns: int
     scale2: float
+    bounds: _Bounds | None
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -111,7 +126,8 @@ def select_fast(
         SparseRingError: a score is NaN or infinite.
     """
     with torch.cuda.device_of(q):
-        probe, infinite = _probe(q, k, context, scale)
+        bounded = isinstance(selector, PriceSelector) and context.segments[-1].end >= _BOUNDED_BLOCKS
+        probe, infinite = _probe(q, k, context, scale, bounded)
         if isinstance(selector, PriceSelector):
             words, flags = _by_price(probe, selector.price)
             tied = None
@@ -140,7 +156,7 @@ def _options(q: Tensor, k: Tensor) -> dict[str, Any]:
     return {"GROUP": q.shape[0] // k.shape[0], **launch_options(q.shape[2], q.element_size())}
 
 
-def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> tuple[_Probe, Tensor]:
+def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded: bool) -> tuple[_Probe, Tensor]:
     """Rows and log-sum-exp of all probes; and a flag on the device: some score is not finite."""
     patterns = q.shape[0] // context.config.heads_per_pattern
     tables = tables_of(context, patterns, q.device)
@@ -149,7 +165,13 @@ def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> tupl
     if context.axes.ring_size > 1:  # every row has one owner and zeros elsewhere, so the sum is exact in any dtype
         q_rows = context.axes.ring_sum(torch.where(tables.held[:, None], q_rows, 0))
     scale2 = scale * math.log2(math.e)
-    largest, total = _log_sum_exp(q_rows, k, tables, scale2)
+    bounds = None
+    if bounded:
+        largest, total = _log_sum_exp(q_rows, k, tables, tables.anchor_chunks, scale2, None)
+        anchors = context.axes.ring_max(largest + total.log2())
+        anchors = torch.where(tables.valid, anchors, math.inf)
+        bounds = _Bounds(anchors, anchors.new_empty(tables.column_slots // patterns * q.shape[0]))
+    largest, total = _log_sum_exp(q_rows, k, tables, tables.chunks, scale2, bounds)
     if context.axes.ring_size > 1:
         local = largest.clone()
         largest = context.axes.ring_max(largest)
@@ -158,21 +180,33 @@ def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> tupl
     lse = largest + total.log2()
     infinite = (~lse.isfinite() & tables.valid).any()
     lse = torch.where(tables.valid, lse, math.inf)
-    return _Probe(q_rows, k, lse, tables, context, patterns, scale2), infinite
+    return _Probe(q_rows, k, lse, tables, context, patterns, scale2, bounds), infinite
 
 
-def _log_sum_exp(q_rows: Tensor, k: Tensor, tables: Tables, scale2: float) -> tuple[Tensor, Tensor]:
-    """Maxima of the rows over this rank's keys, and sums of exponentials relative to them: fp32 ``[H, G * R]`` each."""
-    heads, chunks, groups = q_rows.shape[0], tables.chunks.shape[0], tables.groups.shape[0]
+def _log_sum_exp(
+    q_rows: Tensor, k: Tensor, tables: Tables, chunks: Tensor, scale2: float, bounds: _Bounds | None
+) -> tuple[Tensor, Tensor]:
+    """Maxima of the rows over this rank's keys, and sums of exponentials relative to them: fp32 ``[H, G * R]`` each.
+
+    Args:
+        chunks: all keys, or those of the anchors. bounds: filled in where given.
+    """
+    heads, count, groups = q_rows.shape[0], chunks.shape[0], tables.groups.shape[0]
     options = _options(q_rows, k)
     at_once = together(q_rows.shape[2], q_rows.element_size(), options["GROUP"])
-    parts = q_rows.new_empty(2, chunks, heads, BLOCK, dtype=torch.float32)
-    kernels.lse_chunk_kernel[(chunks * (heads // at_once),)](
-        q_rows, k, tables.groups, tables.chunks, tables.key_blocks, parts[0], parts[1], k.stride(0), k.stride(1), scale2,
-        groups, heads, HEADS=at_once, **options,
+    parts = q_rows.new_empty(2, count, heads, BLOCK, dtype=torch.float32)
+    anchors, sums = (bounds.anchors, bounds.sums) if bounds is not None else (parts, parts)
+    kernels.lse_chunk_kernel[(count * (heads // at_once),)](
+        q_rows, k, tables.groups, chunks, tables.key_blocks, parts[0], parts[1], anchors, sums, k.stride(0), k.stride(1), scale2,
+        groups, heads, HEADS=at_once, BOUND=bounds is not None, **options,
     )  # fmt: skip
     out = q_rows.new_empty(2, heads, groups * BLOCK, dtype=torch.float32)
-    kernels.lse_merge_kernel[(groups, heads)](parts[0], parts[1], tables.groups, out[0], out[1], groups, heads, CHUNKS=16)
+    whole = chunks is tables.chunks
+    kernels.lse_merge_kernel[(groups, heads)](
+        parts[0], parts[1], tables.groups, out[0], out[1], groups, heads,
+        BEGIN=fields.CHUNK_BEGIN if whole else fields.ANCHOR_BEGIN, END=fields.CHUNK_END if whole else fields.ANCHOR_END,
+        CHUNKS=16,
+    )  # fmt: skip
     return out[0], out[1]
 
 
@@ -181,9 +215,11 @@ def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
     t, patterns = probe.tables, probe.patterns
     words = t.groups.new_empty(t.column_slots)
     partials = probe.lse.new_empty(t.column_slots, 4)
+    needed = _needed(probe, probe.bounds, price) if probe.bounds is not None else words
     kernels.price_kernel[(t.chunks.shape[0] * patterns,)](
-        probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, words, partials, *probe.strides, probe.scale2,
-        price, probe.context.config.local_blocks, probe.groups, patterns, HEADS=probe.together, **probe.options,
+        probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, words, partials, needed, t.segments, *probe.strides,
+        probe.scale2, price, probe.context.config.local_blocks, probe.groups, patterns, HEADS=probe.together,
+        SKIP=probe.bounds is not None, **probe.options,
     )  # fmt: skip
     mass = probe.lse.new_empty(t.diagonal_slots)
     grid = (t.diagonal_tiles.shape[0] * patterns,)
@@ -194,6 +230,21 @@ def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
         mass, t.groups, t.segments, t.diagonal_tiles, flags, BLOCK * price, patterns, WORDS=False
     )  # fmt: skip
     return words, flags
+
+
+def _needed(probe: _Probe, bounds: _Bounds, price: float) -> Tensor:
+    """Which key blocks can hold a column or give rise to a diagonal: int8, one per slot of a diagonal."""
+    t, patterns = probe.tables, probe.patterns
+    grid = (t.diagonal_tiles.shape[0] * patterns,)
+    most = probe.lse.new_empty(t.diagonal_slots)
+    kernels.bound_kernel[grid](
+        bounds.sums, bounds.anchors, probe.lse, t.groups, t.segments, t.diagonal_tiles, t.local_of, most, probe.groups, patterns,
+        HPP=probe.context.config.heads_per_pattern,
+    )  # fmt: skip
+    most = probe.context.axes.ring_sum(most)
+    needed = most.new_empty(t.diagonal_slots, dtype=torch.int8)
+    kernels.needed_kernel[grid](most, t.segments, t.diagonal_tiles, needed, price, patterns)
+    return needed
 
 
 @dataclass(frozen=True)

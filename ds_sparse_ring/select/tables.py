@@ -27,11 +27,15 @@ DIAGONAL_TILE = 128
 
 _PROGRAMS = 4096  # about as many as keep a large GPU busy with work to spare
 _MIN_CHUNK, _MAX_CHUNK = 4, 64
+_ANCHOR_BLOCKS = 3
+
+_Chunk = tuple[int, int, int]  # group, first and last + 1 block
 
 # columns of Tables.groups
 ROW_FIRST, ROW_COUNT, LOCAL_BEGIN, TILES, SLOT, CHUNK_BEGIN, CHUNK_END, EARLIER = range(8)
 TARGET, DOCUMENT_BEGIN, KEY_END, SINK_CUT, SINK_END, REACH, REACH_SLOT, OFFSET_CHUNK_BEGIN, OFFSET_CHUNK_END = range(8, 17)
-GROUP_FIELDS = 17
+ANCHOR_BEGIN, ANCHOR_END = range(17, 19)
+GROUP_FIELDS = 19
 # columns of Tables.segments
 SOURCE, FORCED, SEGMENT_REACH, SEGMENT_SLOT = range(4)
 SEGMENT_FIELDS = 4
@@ -47,8 +51,10 @@ class Tables:
         groups: ``[G, GROUP_FIELDS]``: first row (token) and number of rows; first local key block and number of them; first slot
             (per pattern: times P); range of chunks; how many of the key blocks lie before the rows' first block; target segment
             or -1; document's first block; block one past the probed keys; token one past what counts as sink; token one past
-            the sinks that are forced; blocks that the probe reaches, first slot of its offsets, range of its offset chunks.
+            the sinks that are forced; blocks that the probe reaches, first slot of its offsets, range of its offset chunks; range
+            of its anchor chunks.
         chunks: ``[C, 3]`` group, first and last + 1 local block. offset_chunks: the same over blocks of token offsets.
+        anchor_chunks: the same over the few key blocks that hold much of the mass, as a rule: the first one and the last ones.
         key_blocks: global number of each local block. local_of: local number of each global block, -1 if absent.
         segments: ``[S, SEGMENT_FIELDS]``: group that chooses for it or -1, forced diagonals, reach in blocks, first slot.
         diagonal_tiles: ``[tiles, 2]`` segment and first offset.
@@ -62,6 +68,7 @@ class Tables:
     groups: Tensor
     chunks: Tensor
     offset_chunks: Tensor
+    anchor_chunks: Tensor
     key_blocks: Tensor
     local_of: Tensor
     segments: Tensor
@@ -86,7 +93,7 @@ def _tables(
 ) -> Tables:
     key_blocks = layout.block_ids(rank)
     probes = [(g.segment, int(g.rows[0]), g.rows.numel()) for g in probe_groups(segments, config)]
-    groups, chunks, offset_chunks = _group_tables(segments, key_blocks, probes, config, patterns)
+    groups, chunks, offset_chunks, anchors = _group_tables(segments, key_blocks, probes, config, patterns)
     tokens = torch.tensor([first for _, first, _ in probes])[:, None] + torch.arange(BLOCK)
     valid = torch.arange(BLOCK) < torch.tensor([count for _, _, count in probes])[:, None]
     rows, held = layout.locate(torch.where(valid, tokens, 0).flatten(), rank)
@@ -113,6 +120,7 @@ def _tables(
         groups=put(groups),
         chunks=put(chunks),
         offset_chunks=put(offset_chunks),
+        anchor_chunks=put(anchors),
         key_blocks=put(key_blocks),
         local_of=put(local_of),
         segments=put(per_segment),
@@ -132,8 +140,8 @@ def _group_tables(
     probes: list[tuple[int, int, int]],
     config: SparseRingConfig,
     patterns: int,
-) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Rows of `Tables.groups`, of ``chunks`` and of ``offset_chunks``; ``probes`` are (segment, first token, rows)."""
+) -> tuple[list[tuple[int, ...]], list[_Chunk], list[_Chunk], list[_Chunk]]:
+    """Rows of `Tables.groups` and of the three tables of chunks; ``probes`` are (segment, first token, rows)."""
     runs = []
     for s, first, _ in probes:
         begin, end = segments[s].document_begin, segments[s].end
@@ -146,22 +154,24 @@ def _group_tables(
         runs.append((low, high - low, max(rows_at - low, 0), -1 if target is None else target, sink_cut, sink_end))
     size = _chunk_blocks(sum(run[1] for run in runs) * patterns)
     groups: list[tuple[int, ...]] = []
-    chunks: list[tuple[int, int, int]] = []
-    offset_chunks: list[tuple[int, int, int]] = []
+    chunks: list[_Chunk] = []
+    offset_chunks: list[_Chunk] = []
+    anchors: list[_Chunk] = []
     slot = reach_slot = 0
     for (s, first, count), (low, tiles, earlier, target, sink_cut, sink_end) in zip(probes, runs, strict=True):
         g, begin, offset_begin = len(groups), len(chunks), len(offset_chunks)
         reach = segments[s].end - segments[s].document_begin
         chunks += [(g, b, min(b + size, low + tiles)) for b in range(low, low + tiles, size)]
         offset_chunks += [(g, b, min(b + size, reach)) for b in range(0, reach, size)]
+        anchors += [(g, low, low + min(1, tiles)), (g, max(low + min(1, tiles), low + tiles - _ANCHOR_BLOCKS), low + tiles)]
         document_begin, key_end = segments[s].document_begin, segments[s].end
         groups.append(
             (first, count, low, tiles, slot, begin, len(chunks), min(earlier, tiles), target, document_begin, key_end)
-            + (sink_cut, sink_end, reach, reach_slot, offset_begin, len(offset_chunks))
+            + (sink_cut, sink_end, reach, reach_slot, offset_begin, len(offset_chunks), len(anchors) - 2, len(anchors))
         )
         if target >= 0:
             slot, reach_slot = slot + tiles, reach_slot + reach
-    return groups, chunks or [(0, 0, 0)], offset_chunks
+    return groups, chunks or [(0, 0, 0)], offset_chunks, anchors
 
 
 def _chunk_blocks(work: int) -> int:

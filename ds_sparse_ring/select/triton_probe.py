@@ -19,8 +19,6 @@ _ROW_COUNT = tl.constexpr(tables.ROW_COUNT)
 _LOCAL_BEGIN = tl.constexpr(tables.LOCAL_BEGIN)
 _TILES = tl.constexpr(tables.TILES)
 _SLOT = tl.constexpr(tables.SLOT)
-_CHUNK_BEGIN = tl.constexpr(tables.CHUNK_BEGIN)
-_CHUNK_END = tl.constexpr(tables.CHUNK_END)
 _EARLIER = tl.constexpr(tables.EARLIER)
 _TARGET = tl.constexpr(tables.TARGET)
 _DOCUMENT_BEGIN = tl.constexpr(tables.DOCUMENT_BEGIN)
@@ -62,6 +60,10 @@ def _row_tile(q_rows, head, g, G, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: 
 def _lse_run(
     largest,
     total,
+    anchor,
+    bounds,
+    bounds_stride,
+    target,
     q,
     k_head,
     k_stride,
@@ -70,9 +72,11 @@ def _lse_run(
     last,
     row,
     scale2,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
+    BOUND: tl.constexpr,
 ):
     """Go on with the maxima and sums of the rows over local blocks [first, last)."""
     for local in range(first, last):
@@ -83,8 +87,13 @@ def _lse_run(
             s = tl.where(key[None, :] <= row[:, None], s, float("-inf"))
         new = tl.maximum(largest, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(largest - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
+        part = tl.sum(tl.exp2(s - shift[:, None]), 1)
+        total = total * tl.exp2(largest - shift) + part
         largest = new
+        if BOUND:
+            bound = tl.sum(tl.reshape(part * tl.exp2(shift - anchor), [HEADS, 64]), 1)
+            h = tl.arange(0, HEADS)
+            tl.store(bounds + local + h * bounds_stride, bound, mask=target + 0 * h >= 0)
     return largest, total
 
 
@@ -97,6 +106,8 @@ def lse_chunk_kernel(
     key_blocks,
     largest_out,  # fp32 [C, H, R]
     total_out,  # fp32 [C, H, R]: sums of exponentials relative to the maxima
+    anchors,  # fp32 [H, G * R]: a lower bound of the log-sum-exp, +inf for rows that do not exist
+    bounds,  # fp32, one per key block of each (group, head): what its keys sum to over the rows, relative to the anchors
     k_head_stride,
     k_stride,
     scale2,
@@ -104,6 +115,7 @@ def lse_chunk_kernel(
     H,
     GROUP: tl.constexpr,  # query heads per KV head
     HEADS: tl.constexpr,  # query heads of a program; divides GROUP
+    BOUND: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -123,11 +135,19 @@ def lse_chunk_kernel(
     k_head = k + head // GROUP * k_head_stride
     largest = tl.full([64 * HEADS], float("-inf"), tl.float32)
     total = tl.zeros([64 * HEADS], tl.float32)
+    anchor = largest
+    target = tl.load(group + _TARGET)  # without one, there is no room for bounds
+    tiles = tl.load(group + _TILES)
+    if BOUND:
+        anchor = tl.load(anchors + ((head + m // 64) * G + g) * 64 + m % 64)
+        bounds += tl.load(group + _SLOT) * H + head * tiles - tl.load(group + _LOCAL_BEGIN)
     largest, total = _lse_run(
-        largest, total, q, k_head, k_stride, key_blocks, first, middle, row, scale2, D, BLOCK_D, False
+        largest, total, anchor, bounds, tiles, target, q, k_head, k_stride, key_blocks, first, middle, row, scale2,
+        HEADS, D, BLOCK_D, False, BOUND,
     )  # fmt: skip
     largest, total = _lse_run(
-        largest, total, q, k_head, k_stride, key_blocks, middle, last, row, scale2, D, BLOCK_D, True
+        largest, total, anchor, bounds, tiles, target, q, k_head, k_stride, key_blocks, middle, last, row, scale2,
+        HEADS, D, BLOCK_D, True, BOUND,
     )  # fmt: skip
     at = (c * H + head) * 64 + m
     tl.store(largest_out + at, largest)
@@ -143,13 +163,15 @@ def lse_merge_kernel(
     total_out,  # fp32 [H, G * R]
     G,
     H,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Merge the chunks of a group in order. Grid: (G, H)."""
+    """Merge the chunks [BEGIN, END) of a group in order. Grid: (G, H)."""
     g = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
-    begin = tl.load(groups + g * _FIELDS + _CHUNK_BEGIN)
-    end = tl.load(groups + g * _FIELDS + _CHUNK_END)
+    begin = tl.load(groups + g * _FIELDS + BEGIN)
+    end = tl.load(groups + g * _FIELDS + END)
     r = tl.arange(0, 64)
     largest = tl.full([64], float("-inf"), tl.float32)
     total = tl.zeros([64], tl.float32)
@@ -206,6 +228,8 @@ def price_kernel(
     key_blocks,
     words,  # int64 [W]: bit t is set if token t of the block is a column
     partials,  # fp32 [W, 4]: mass left for four neighbouring block diagonals
+    needed,  # int8, one per slot of a diagonal: `needed_kernel`
+    segments,
     k_head_stride,
     k_stride,
     scale2,
@@ -216,6 +240,7 @@ def price_kernel(
     GROUP: tl.constexpr,
     HPP: tl.constexpr,
     HEADS: tl.constexpr,  # heads scored at a time; divides HPP
+    SKIP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -248,38 +273,111 @@ def price_kernel(
         begin = tl.load(chunks + c * 3 + 1)
         q = _row_tile(q_rows, head, g, G, 64 * HEADS, D, BLOCK_D)
         row_lse = _row_lse(lse, head, g, G, 64 * HEADS)
+        segment = segments + tl.load(group + _TARGET) * _SEGMENT_FIELDS
+        needed += tl.load(segment + _SEGMENT_SLOT) * P + pattern * tl.load(segment + _SEGMENT_REACH)
         for local in range(begin, tl.load(chunks + c * 3 + 2)):
             block = tl.load(key_blocks + local)
-            tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
-            near = (u // 64 + (row_block - block).to(tl.int32)) < local_blocks  # holds for every key in the future
-            # the same amount is added to u and j: their differences, 64 x rows numbers, are then no constants of the loop,
-            # which would be kept in registers
-            moved = ((local - begin) * 64).to(tl.float32)
-            u_moved = u.to(tl.float32) + moved
-            j_moved = j.to(tl.float32) + moved
-            hidden = tl.where(near, float("inf"), row_lse)
-            mass, before, lag, beyond = _price_sums(q, tile, hidden, u_moved, j_moved, straddles, scale2)
-            for more in range(HEADS, HPP, HEADS):
-                other = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
-                hidden = tl.where(near, float("inf"), _row_lse(lse, head + more, g, G, 64 * HEADS))
-                a, b, d, e = _price_sums(other, tile, hidden, u_moved, j_moved, straddles, scale2)
-                mass += a
-                before += b
-                lag += d
-                beyond += e
             token = block * 64 + j
-            mass = tl.where(token >= sink_cut, mass, 0.0)
-            taken = mass > price * rows
-            left = (token >= sink_cut) & (mass <= price * rows)
-            bits = tl.where(taken | (token < sink_end), tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
-            tl.store(words + slot + local, tl.sum(bits, 0))
-            before, beyond = before * 0.015625, beyond * 0.015625
-            after = before - lag * 0.015625 - 2.0 * beyond
-            centre = mass - before - after - beyond
-            parts = tl.join(tl.join(before, after), tl.join(centre, beyond))
-            parts = tl.sum(tl.where(left[:, None, None], parts, 0.0), 0)
-            at = partials + (slot + local) * 4
-            tl.store(at + four[:, None] * 2 + four[None, :], parts / rows)
+            at = partials + (slot + local) * 4 + four[:, None] * 2 + four[None, :]
+            wanted = True
+            if SKIP:
+                offset = tl.maximum(row_block - block, 0)
+                wanted = (tl.load(needed + offset) != 0) | (block >= row_block)
+            if wanted:
+                tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
+                near = (u // 64 + (row_block - block).to(tl.int32)) < local_blocks  # holds for every key in the future
+                # the same amount is added to u and j: their differences, 64 x rows numbers, are then no constants of the loop,
+                # which would be kept in registers
+                moved = ((local - begin) * 64).to(tl.float32)
+                u_moved = u.to(tl.float32) + moved
+                j_moved = j.to(tl.float32) + moved
+                hidden = tl.where(near, float("inf"), row_lse)
+                mass, before, lag, beyond = _price_sums(q, tile, hidden, u_moved, j_moved, straddles, scale2)
+                for more in range(HEADS, HPP, HEADS):
+                    other = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
+                    hidden = tl.where(near, float("inf"), _row_lse(lse, head + more, g, G, 64 * HEADS))
+                    a, b, d, e = _price_sums(other, tile, hidden, u_moved, j_moved, straddles, scale2)
+                    mass += a
+                    before += b
+                    lag += d
+                    beyond += e
+                mass = tl.where(token >= sink_cut, mass, 0.0)
+                taken = mass > price * rows
+                left = (token >= sink_cut) & (mass <= price * rows)
+                bits = tl.where(taken | (token < sink_end), tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
+                tl.store(words + slot + local, tl.sum(bits, 0))
+                before, beyond = before * 0.015625, beyond * 0.015625
+                after = before - lag * 0.015625 - 2.0 * beyond
+                centre = mass - before - after - beyond
+                parts = tl.join(tl.join(before, after), tl.join(centre, beyond))
+                parts = tl.sum(tl.where(left[:, None, None], parts, 0.0), 0)
+                tl.store(at, parts / rows)
+            else:
+                bits = tl.where(token < sink_end, tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
+                tl.store(words + slot + local, tl.sum(bits, 0))
+                tl.store(at, tl.zeros([2, 2], tl.float32))
+
+
+@triton.jit
+def bound_kernel(
+    bounds,  # fp32: `lse_chunk_kernel`
+    anchors,  # fp32 [H, G * R]
+    lse,  # fp32 [H, G * R]
+    groups,
+    segments,
+    tiles,
+    local_of,
+    out,  # fp32, one per slot of a diagonal
+    G,
+    P,
+    HPP: tl.constexpr,
+):
+    """At most how much mass the block at each offset before the rows' first one has. Grid: tiles * P, patterns fastest."""
+    pid = tl.program_id(0).to(tl.int64)
+    t = pid // P
+    pattern = pid % P
+    segment = segments + tl.load(tiles + t * 2) * _SEGMENT_FIELDS
+    reach = tl.load(segment + _SEGMENT_REACH)
+    offset = tl.load(tiles + t * 2 + 1) + tl.arange(0, _TILE)
+    total = tl.zeros([_TILE], tl.float32)
+    source = tl.load(segment + _SOURCE)
+    if source >= 0:
+        group = groups + source * _FIELDS
+        block = tl.load(group + _ROW_FIRST) // 64 - offset
+        local = tl.load(local_of + block, mask=block >= tl.load(group + _DOCUMENT_BEGIN), other=-1)
+        row = source * 64 + tl.arange(0, 64)
+        for h in range(HPP):
+            head = pattern * HPP + h
+            # rows that do not exist: inf - inf
+            lift = tl.load(anchors + head * G * 64 + row) - tl.load(lse + head * G * 64 + row)
+            lift = tl.max(tl.where(lift == lift, tl.exp2(lift), 0.0), 0)
+            at = tl.load(group + _SLOT) * P * HPP + head * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN)
+            total += tl.load(bounds + at + local, mask=local >= 0, other=0.0) * lift
+        total = total / (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
+    at = tl.load(segment + _SEGMENT_SLOT) * P + pattern * reach + offset
+    tl.store(out + at, total, mask=offset < reach)
+
+
+@triton.jit
+def needed_kernel(bounds, segments, tiles, needed, price, P):
+    """Which key blocks must be scored again. Grid: tiles * P, patterns fastest.
+
+    A block whose mass is below the price holds no column; if four neighbours together, itself among them, are below that of a
+    diagonal, none of them gives rise to one. The bounds are lowered by 1 % against rounding.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    t = pid // P
+    segment = segments + tl.load(tiles + t * 2) * _SEGMENT_FIELDS
+    reach = tl.load(segment + _SEGMENT_REACH)
+    offset = tl.load(tiles + t * 2 + 1) + tl.arange(0, _TILE)
+    at = tl.load(segment + _SEGMENT_SLOT) * P + pid % P * reach
+    around = tl.zeros([_TILE], tl.float32)
+    for step in tl.static_range(7):
+        near = offset + (step - 3)
+        around += tl.load(bounds + at + near, mask=(near >= 0) & (near < reach), other=0.0)
+    own = tl.load(bounds + at + offset, mask=offset < reach, other=0.0)
+    some = (own > 0.99 * price) | (around > 0.99 * 64 * price)
+    tl.store(needed + at + offset, some.to(tl.int8), mask=offset < reach)
 
 
 @triton.jit

@@ -11,8 +11,9 @@ from ds_sparse_ring.select.fast import launch_options, together
 
 HOPPER_SHARED_BYTES = 227 * 1024
 POINTERS = {
-    **dict.fromkeys(("groups", "chunks", "key_blocks", "words"), "*i64"),
-    **dict.fromkeys(("lse", "partials", "largest_out", "total_out", "mass_out", "out"), "*fp32"),
+    **dict.fromkeys(("groups", "segments", "chunks", "key_blocks", "words"), "*i64"),
+    "needed": "*i8",
+    **dict.fromkeys(("lse", "partials", "largest_out", "total_out", "anchors", "bounds", "mass_out", "out"), "*fp32"),
 }
 SCALARS = {"k_head_stride": "i64", "scale2": "fp32", "price": "fp32"}
 
@@ -33,8 +34,9 @@ def main() -> None:
         group = {"GROUP": 8, "D": options.pop("D"), "BLOCK_D": options.pop("BLOCK_D")}
         rows = {"HPP": per_pattern, "HEADS": together(head_size, bytes_each, per_pattern)}
         for kernel, more in [
-            (kernels.lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8)}),
-            (kernels.price_kernel, rows),
+            (kernels.lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8), "BOUND": True}),
+            (kernels.price_kernel, {**rows, "SKIP": True}),
+            (kernels.price_kernel, {**rows, "SKIP": False}),
             (kernels.column_mass_kernel, rows),
             (kernels.probability_kernel, {"HPP": per_pattern}),
         ]:

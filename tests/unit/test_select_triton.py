@@ -103,6 +103,30 @@ def test_grouped_heads_and_any_head_size(heads_per_pattern: int, head_size: int,
     _check(*_planted(sequence, 16, 2, head_size, dtype), context)
 
 
+@pytest.mark.parametrize(("probe", "heads_per_pattern"), [("own", 1), ("previous", 4)])
+def test_blocks_of_too_little_mass_are_left_out_without_a_trace(
+    probe: str, heads_per_pattern: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"segment_tokens": 192, "heads_per_pattern": heads_per_pattern, "probe": probe}
+    _, sequence, context = bound([777, 130], selector={"kind": "price", "price": 0.02}, **config)
+    q, k = _planted(sequence, 4, 1)
+    q[..., 0], k[..., 0] = 8, -4  # three blocks of four score e**8 times less
+    k.unflatten(1, (-1, 64))[:, ::4, :, 0] = 0
+    whole = _check(q, k, context)
+    assert whole.columns(3, 0).numel() > 4, "more than the sinks"
+    monkeypatch.setattr(fast, "_BOUNDED_BLOCKS", 0)
+    needed, find = [], fast._needed
+
+    def kept(*args):
+        needed.append(find(*args))
+        return needed[-1]
+
+    monkeypatch.setattr(fast, "_needed", kept)
+    skipping = select_index(q, k, context, scale=SCALE, method="triton")
+    assert isinstance(skipping, VerticalSlash) and skipping.equal(whole)
+    assert 0.1 < float(needed[0].float().mean()) < 0.9
+
+
 def test_keys_may_be_a_view_of_another_layout() -> None:
     _, sequence, context = bound([200], selector=PRICE)
     q, k = _planted(sequence, 4, 2)
@@ -224,14 +248,16 @@ def test_kernels_compile_for_hopper_and_fit_its_shared_memory() -> None:
 class TestRingSelection(DistributedTest):
     world_size = 2
 
-    def test_every_rank_makes_the_index_of_one_process(self) -> None:
+    @pytest.mark.parametrize("bounded_blocks", [0, 1024])
+    def test_every_rank_makes_the_same_index(self, bounded_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_BOUNDED_BLOCKS", bounded_blocks)
         cases: list[dict[str, Any]] = [
             {"selector": PRICE, "segment_tokens": 128},
             {"selector": PRICE, "layout": "zigzag", "probe": "previous", "segment_tokens": 64},
             {"selector": TOP_P, "segment_tokens": None},
             {"selector": FIXED, "segment_tokens": None},
         ]
-        for config in cases:
+        for config in cases if bounded_blocks else cases[:2]:
             _, sequence, context = bound([70, 250], **config)
             q, k = _planted(sequence, 2, 1)
             if config["selector"] is FIXED:
