@@ -35,16 +35,14 @@ def select_index(
         The full index or a `VerticalSlash` over all segments, equal on all ranks of the ring.
 
     Raises:
-        SparseRingError: the probed scores are not finite.
+        SparseRingError: the probed scores are not finite; a dtype that the method asked for does not know.
     """
     group = context.config.heads_per_pattern
     patterns = q.shape[0] // group
     selector = context.selector
     if isinstance(selector, FullSelector):
         return FullIndex(context.segments, patterns, group)
-    if isinstance(selector, PriceSelector | TopPSelector | FixedSelector) and (
-        method == "triton" or (method == "auto" and _has_triton(q))
-    ):
+    if method == "triton" or (method == "auto" and _has_triton(q)):
         from ds_sparse_ring.select.fast import select_fast  # imports Triton
 
         return select_fast(q, k, context, scale, selector)
@@ -61,8 +59,9 @@ def select_index(
 
 def _has_triton(q: Tensor) -> bool:
     """Whether the fast selection runs on this tensor."""
-    fast = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return fast and importlib.util.find_spec("triton") is not None
+    return (
+        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32) and importlib.util.find_spec("triton") is not None
+    )
 
 
 def _forced_diagonals(context: SequenceContext, patterns: int) -> Tensor:

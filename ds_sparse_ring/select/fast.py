@@ -37,6 +37,7 @@ _TOKEN_BITS = 40  # of the key row << 40 | token that stands for a column where 
 _ENTRIES = 1 << 26  # masses or probabilities that selection by mass holds at a time: 256 MiB
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class _Probe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compile-time arguments of the kernels that score rows."""
-        return _options(self.q_rows, self.k) | {"HPP": self.context.config.heads_per_pattern}
+        """Compile-time arguments of the kernels that score the rows of patterns."""
+        heads = self.context.config.heads_per_pattern
+        return {"HPP": heads, **_options(self.q_rows, self.k, heads)}
 
     @property
     def together(self) -> int:
@@ -123,8 +125,10 @@ def select_fast(
         rank and in every run.
 
     Raises:
-        SparseRingError: a score is NaN or infinite.
+        SparseRingError: a score is NaN or infinite, or the dtype is another one.
     """
+    if q.dtype not in _DTYPES or k.dtype != q.dtype:
+        raise SparseRingError(f'selection: Triton does not choose from {q.dtype} and {k.dtype}; method="reference" does')
     with torch.cuda.device_of(q):
         bounded = isinstance(selector, PriceSelector) and context.segments[-1].end >= _BOUNDED_BLOCKS
         probe, infinite = _probe(q, k, context, scale, bounded)
@@ -136,9 +140,10 @@ def select_fast(
         return _index(probe, words, flags, tied, infinite)
 
 
-def launch_options(head_size: int, element_bytes: int) -> dict[str, int]:
-    """Head size, warps and stages of the kernels that score rows."""
-    wide = head_size * element_bytes > 256  # a third stage of keys, or of the rows of more heads, would not fit
+def launch_options(head_size: int, element_bytes: int, heads: int = 1) -> dict[str, int]:
+    """Head size, warps and stages of the kernels that score the rows of patterns of ``heads`` heads."""
+    # a third stage, of keys and of the rows of more heads than are scored together, would leave one program to a multiprocessor
+    wide = head_size * element_bytes > 256 or heads > 2
     return {
         "D": head_size,
         "BLOCK_D": max(16, 1 << (head_size - 1).bit_length()),
@@ -152,8 +157,8 @@ def together(head_size: int, element_bytes: int, heads: int) -> int:
     return 2 if heads % 2 == 0 and head_size * element_bytes <= 256 else 1
 
 
-def _options(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"GROUP": q.shape[0] // k.shape[0], **launch_options(q.shape[2], q.element_size())}
+def _options(q: Tensor, k: Tensor, heads: int = 1) -> dict[str, Any]:
+    return {"GROUP": q.shape[0] // k.shape[0], **launch_options(q.shape[2], q.element_size(), heads)}
 
 
 def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded: bool) -> tuple[_Probe, Tensor]:

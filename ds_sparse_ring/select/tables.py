@@ -86,7 +86,7 @@ def tables_of(context: SequenceContext, patterns: int, device: torch.device) -> 
     return _tables(context.segments, context.layout, context.rank, context.config, patterns, device)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)  # they take memory of the device
 @torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
 def _tables(
     segments: tuple[Segment, ...], layout: Layout, rank: int, config: SparseRingConfig, patterns: int, device: torch.device

@@ -351,6 +351,7 @@ def bound_kernel(
             # rows that do not exist: inf - inf
             lift = tl.load(anchors + head * G * 64 + row) - tl.load(lse + head * G * 64 + row)
             lift = tl.max(tl.where(lift == lift, tl.exp2(lift), 0.0), 0)
+            lift = tl.maximum(lift, 1e-30)  # still a bound; 0 would hide a sum that overflowed
             at = tl.load(group + _SLOT) * P * HPP + head * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN)
             total += tl.load(bounds + at + local, mask=local >= 0, other=0.0) * lift
         total = total / (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
@@ -376,8 +377,8 @@ def needed_kernel(bounds, segments, tiles, needed, price, P):
         near = offset + (step - 3)
         around += tl.load(bounds + at + near, mask=(near >= 0) & (near < reach), other=0.0)
     own = tl.load(bounds + at + offset, mask=offset < reach, other=0.0)
-    some = (own > 0.99 * price) | (around > 0.99 * 64 * price)
-    tl.store(needed + at + offset, some.to(tl.int8), mask=offset < reach)
+    little = (own <= 0.99 * price) & (around <= 0.99 * 64 * price)
+    tl.store(needed + at + offset, tl.where(little, 0, 1).to(tl.int8), mask=offset < reach)  # NaN is needed, too
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def compile_kernel(kernel, element: str, constants: dict[str, int], options: dic
 
 def main() -> None:
     for element, bytes_each, head_size, per_pattern in [("bf16", 2, 128, 4), ("bf16", 2, 256, 1)]:
-        options = launch_options(head_size, bytes_each)
+        options = launch_options(head_size, bytes_each, per_pattern)
         group = {"GROUP": 8, "D": options.pop("D"), "BLOCK_D": options.pop("BLOCK_D")}
         rows = {"HPP": per_pattern, "HEADS": together(head_size, bytes_each, per_pattern)}
         for kernel, more in [

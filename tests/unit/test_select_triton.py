@@ -90,6 +90,14 @@ def test_documents_and_segments_select_as_the_reference(selector: dict[str, Any]
         assert index.columns(1, 0).numel() > 5, "there must be something to find beside the sinks"
 
 
+def test_a_dtype_without_tensor_cores_is_refused() -> None:
+    _, sequence, context = bound([64])
+    q, k = _planted(sequence, 2, 1, dtype=torch.float64)
+    with pytest.raises(SparseRingError, match=r"float64.*reference"):
+        select_index(q, k, context, scale=SCALE, method="triton")
+    assert isinstance(select_index(q, k, context, scale=SCALE), VerticalSlash)
+
+
 @pytest.mark.parametrize("length", [1, 64, 65, 127, 700])
 def test_any_length_selects_as_the_reference(length: int) -> None:
     _, sequence, context = bound([length], segment_tokens=None, selector=PRICE)
@@ -182,7 +190,9 @@ def test_masses_are_held_for_a_few_groups_and_patterns_at_a_time(monkeypatch: py
     assert isinstance(whole, VerticalSlash) and isinstance(parts, VerticalSlash) and parts.equal(whole)
 
 
-def test_one_huge_key_is_the_column() -> None:
+@pytest.mark.parametrize("bounded_blocks", [0, 1024])
+def test_one_huge_key_is_the_column(bounded_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "_BOUNDED_BLOCKS", bounded_blocks)  # 0: sums relative to the other blocks overflow
     _, sequence, context = bound([300], segment_tokens=None, sink_tokens=0)
     q, k, _ = global_qkv(sequence, 1, 1, 16, dtype=torch.float32)
     k[:, 70] = 1e4
