@@ -4,8 +4,10 @@ All segments and heads share each launch. The host waits once per layer, for a s
 whether scores are finite), because the tensors of an index are as long as what was chosen. On a ring of several ranks the gather
 of the chosen columns, whose number differs between ranks, waits as well.
 
-Selection by price takes memory in proportion to segments x patterns x blocks: one bit per token and 16 bytes per block of keys.
-Selection by mass keeps the masses of a few segments at a time.
+Selection by price scores the keys twice: for the log-sum-exp of the rows, and for the masses. In long sequences the first pass
+also bounds the mass of every key block, and the second one visits only blocks that can hold a column or give rise to a diagonal:
+the same index, bit for bit. It takes memory in proportion to segments x patterns x blocks: one bit per token and some 60 bytes
+per block of keys. Selection by mass keeps the masses of a few segments at a time.
 
 Shapes as in `triton_probe`.
 """
