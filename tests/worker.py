@@ -192,7 +192,7 @@ def _set_environment(setup: RankSetup) -> None:
         LOCAL_SIZE=str(setup.world_size),  # DeepSpeed's CPU accelerator takes it for the number of devices
     )
     if setup.device == "cpu":
-        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 def _redirect_output(log_path: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -18,24 +21,31 @@ __all__ = ["estimated_recall", "select_index", "true_recall"]
 
 
 @torch.no_grad()
-def select_index(q: Tensor, k: Tensor, context: SequenceContext, *, scale: float) -> Index:
+def select_index(
+    q: Tensor, k: Tensor, context: SequenceContext, *, scale: float, method: Literal["auto", "triton", "reference"] = "auto"
+) -> Index:
     """Choose which keys the queries of a layer read. Collective over the ring.
 
     Args:
         q: this rank's queries after RoPE, ``[H, n, D]``; k: its keys, ``[K, n, D]``.
         scale: multiplies q.k before the softmax.
+        method: "auto" takes the Triton kernels for float16, bfloat16 and float32 on a GPU, else the readable reference.
 
     Returns:
         The full index or a `VerticalSlash` over all segments, equal on all ranks of the ring.
 
     Raises:
-        SparseRingError: the probed scores are not finite.
+        SparseRingError: the probed scores are not finite; a dtype that the method asked for does not know.
     """
     group = context.config.heads_per_pattern
     patterns = q.shape[0] // group
     selector = context.selector
     if isinstance(selector, FullSelector):
         return FullIndex(context.segments, patterns, group)
+    if method == "triton" or (method == "auto" and _has_triton(q)):
+        from ds_sparse_ring.select.fast import select_fast  # imports Triton
+
+        return select_fast(q, k, context, scale, selector)
     if isinstance(selector, PriceSelector):
         chosen = select_by_price(q, k, context, scale, selector.price)
     elif isinstance(selector, TopPSelector | FixedSelector):
@@ -45,6 +55,13 @@ def select_index(q: Tensor, k: Tensor, context: SequenceContext, *, scale: float
     diagonals = torch.cat([chosen.diagonals, _forced_diagonals(context, patterns).to(q.device)])
     columns = torch.cat([chosen.columns, _forced_columns(context, patterns).to(q.device)])
     return VerticalSlash.from_keys(context.segments, patterns, group, diagonals, columns)
+
+
+def _has_triton(q: Tensor) -> bool:
+    """Whether the fast selection runs on this tensor."""
+    return (
+        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16, torch.float32) and importlib.util.find_spec("triton") is not None
+    )
 
 
 def _forced_diagonals(context: SequenceContext, patterns: int) -> Tensor:

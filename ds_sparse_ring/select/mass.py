@@ -29,7 +29,7 @@ _BINS = 1024
 
 
 @dataclass(frozen=True)
-class _Budget:
+class Budget:
     """Keep at least the share ``p`` of the mass and ``low`` entries, at most ``high`` entries."""
 
     p: float
@@ -43,7 +43,7 @@ def select_by_mass(
     """Columns and diagonals of all segments by ranked mass. Collective over the ring; arguments as in `select_index`."""
     config, segments = context.config, context.segments
     patterns = q.shape[0] // config.heads_per_pattern
-    column_budget, slash_budget = _budgets(selector)
+    column_budget, slash_budget = budgets(selector)
     empty = torch.empty(0, 2, dtype=torch.int64, device=q.device)
     columns, diagonals = [empty], [empty]
     for probe in row_probabilities(q, k, probe_groups(segments, config), context, scale):
@@ -62,12 +62,13 @@ def select_by_mass(
     return Chosen(torch.cat(diagonals), torch.cat(columns))
 
 
-def _budgets(selector: TopPSelector | FixedSelector) -> tuple[_Budget, _Budget]:
+def budgets(selector: TopPSelector | FixedSelector) -> tuple[Budget, Budget]:
+    """What a selector keeps of columns and of token diagonals."""
     if isinstance(selector, FixedSelector):
-        return _Budget(0, selector.columns, selector.columns), _Budget(0, selector.slashes, selector.slashes)
+        return Budget(0, selector.columns, selector.columns), Budget(0, selector.slashes, selector.slashes)
     return (
-        _Budget(selector.p, selector.min_columns, selector.max_columns),
-        _Budget(selector.p, selector.min_slashes, selector.max_slashes),
+        Budget(selector.p, selector.min_columns, selector.max_columns),
+        Budget(selector.p, selector.min_slashes, selector.max_slashes),
     )
 
 
@@ -83,7 +84,7 @@ def _token_diagonal_mass(p: Tensor, probe: RowProbabilities, context: SequenceCo
     return mass / probe.rows.numel()
 
 
-def _top(mass: Tensor, ids: Tensor, budget: _Budget, axes: Axes | None) -> tuple[Tensor, Tensor]:
+def _top(mass: Tensor, ids: Tensor, budget: Budget, axes: Axes | None) -> tuple[Tensor, Tensor]:
     """The entries of most mass of each pattern that a budget keeps, the same on all ranks: (pattern, id) pairs.
 
     Only candidates travel: a histogram over logarithmic bins, reduced over the ring, says down to which bin any entry can be
@@ -117,7 +118,7 @@ def _top(mass: Tensor, ids: Tensor, budget: _Budget, axes: Axes | None) -> tuple
     return rows, torch.cat(kept)
 
 
-def _cut(candidates: Tensor, budget: _Budget, total: float) -> Tensor:
+def _cut(candidates: Tensor, budget: Budget, total: float) -> Tensor:
     """Ids of the entries that one pattern keeps, from its candidates ``[m, 2]`` (id, mass)."""
     candidates = candidates[candidates[:, 0].argsort()]
     candidates = candidates[candidates[:, 1].argsort(descending=True, stable=True)]  # equal masses: lowest id first

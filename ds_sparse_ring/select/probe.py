@@ -21,6 +21,11 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.layout import BLOCK
 
+NOT_FINITE = (
+    "selection: attention scores of the probed queries are NaN or infinite, so nothing can be chosen from them; "
+    "the model's activations have overflowed before this layer (lower the learning rate, or train in bf16 or fp32)"
+)
+
 
 @dataclass(frozen=True)
 class RowGroup:
@@ -107,10 +112,7 @@ def row_probabilities(
     local_largest = largest.clone()
     largest = context.axes.ring_max(largest)
     if not torch.isfinite(largest).all():
-        raise SparseRingError(
-            "selection: attention scores of the probed queries are NaN or infinite, so nothing can be chosen from them; "
-            "the model's activations have overflowed before this layer (lower the learning rate, or train in bf16 or fp32)"
-        )
+        raise SparseRingError(NOT_FINITE)
     total *= (local_largest - largest).exp()
     lse = largest + context.axes.ring_sum(total).log()
     for group, part in zip(groups, slices, strict=True):
