@@ -83,8 +83,9 @@ class _SparseRingAttention(torch.autograd.Function):
         if kept is not None and kept.o is not None and kept.lse is not None:
             o, lse, columns = kept.o, kept.lse, kept.columns
         else:
-            columns = gather_columns(k, v, index, context)
-            o, lse = ring_forward(q, k, v, index, columns, context, scale)
+            with context.meter.timed("attention"):
+                columns = gather_columns(k, v, index, context)
+                o, lse = ring_forward(q, k, v, index, columns, context, scale)
         if slot is not None and kept is None:
             everything = context.config.checkpoint == "output"
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
@@ -100,15 +101,17 @@ class _SparseRingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, column_kv = ctx.saved_tensors
         columns = ColumnKV(column_kv[0], column_kv[1]) if column_kv.numel() else None
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), ctx.context.meter.timed("attention"):
             dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
-    index = select_index(q, k, context, scale=scale)
+    with context.meter.timed("index"):
+        index = select_index(q, k, context, scale=scale)
     if context.meter.active:
-        _report(q, k, index, context, layer, scale)
+        with context.meter.timed("report"):
+            _report(q, k, index, context, layer, scale)
     return index
 
 

@@ -5,6 +5,9 @@ Layers record while the loop has the meter switched on; ``pop`` averages over mi
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +35,17 @@ class Meter:
         self._axes = axes
         self._layers: dict[int, _LayerSums] = {}
         self._work = 0.0
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time a part of the work while the meter is active: on the device, without waiting for it."""
+        if not self.active:
+            yield
+            return
+        begin = _now()
+        yield
+        self._spans.setdefault(name, []).append((begin, _now()))
 
     def record(
         self,
@@ -65,8 +79,11 @@ class Meter:
         Returns:
             ``density``, ``recall``: means over layers, patterns and sequences. ``imbalance``: active pairs of the busiest rank
             over the mean rank of its ring, the worst ring counts. ``per_layer``: a dict per layer with ``layer``, ``density``,
-            ``recall``, ``head_density``, ``head_recall`` and, if measured, ``true_recall``.
+            ``recall``, ``head_density``, ``head_recall`` and, if measured, ``true_recall``. ``index_s``, ``attention_s``,
+            ``report_s``: seconds of this rank for choosing the index, for attention (communication included) and for these
+            metrics themselves.
         """
+        spans, self._spans = self._spans, {}
         layers, self._layers = self._layers, {}
         work, self._work = self._work, 0.0
         imbalance = self._imbalance(work)
@@ -93,6 +110,7 @@ class Meter:
             "density": sum(entry["density"] for entry in per_layer) / len(per_layer),
             "recall": sum(entry["recall"] for entry in per_layer) / len(per_layer),
             "imbalance": imbalance,
+            **{f"{name}_s": sum(_seconds(begin, end) for begin, end in pairs) for name, pairs in spans.items()},
             "per_layer": per_layer,
         }
 
@@ -103,3 +121,18 @@ class Meter:
         totals = self._axes.world_totals(per_rank)
         rings = [totals[first : first + ring] for first in range(0, len(totals), ring)]
         return max(max(r) * ring / sum(r) if sum(r) > 0 else 1.0 for r in rings)
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -22,7 +22,7 @@ TIME_BUDGET_S = {"tests/unit": 900.0}
 """Seconds that the tests of a folder may take together. If they take longer, make them smaller."""
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run in its interpreter, which is decided at their import
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, here and in the ranks
 
 _WORLD = "_world_size"
 _KEEPER: pytest.StashKey[Any] = pytest.StashKey()
@@ -48,7 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("project")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, here and in the ranks
     if config.getoption("--sanitize"):
         from deepspeed.ops.op_builder.builder import OpBuilder
 

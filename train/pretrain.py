@@ -31,7 +31,9 @@ from ds_sparse_ring.batch import IGNORE
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
+from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
 from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
 from ds_sparse_ring.runtime import SparseRing
@@ -60,6 +62,7 @@ class PretrainArguments:
     weight_decay: float = field(default=0.1, metadata={"help": "Of AdamW."})
     clip: float = field(default=1.0, metadata={"help": "Bound of the gradient norm; 0 is none."})
     bf16: bool = field(default=False, metadata={"help": "Train in bfloat16 with fp32 master weights."})
+    loss_tile_tokens: int = field(default=0, metadata={"help": "Tokens of logits that exist at once; 0: all of them."})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "Recompute layers, but not attention."})
     evaluation_sequences: int = field(default=0, metadata={"help": "Rows held out for evaluation."})
     evaluation_steps: int = field(default=0, metadata={"help": "Steps between evaluations; 0: at the end only."})
@@ -118,6 +121,8 @@ class Pretraining:
         model = build_model(model_config, args.model, dtype=torch.bfloat16 if args.bf16 else torch.float32)
         if args.gradient_checkpointing:
             enable_gradient_checkpointing(model)
+        if args.loss_tile_tokens:
+            enable_tiled_loss(model, args.loss_tile_tokens)
         stage = in_force.get_value("zero_optimization.stage", 0)
         ring = SparseRing.from_deepspeed(config)
         engine, *_ = initialize(
@@ -220,6 +225,8 @@ class Pretraining:
         """One line on the screen, one in metrics.jsonl; the loss is the mean over all targets since the last line."""
         axes, norm = self.ring.axes, self.engine.get_global_grad_norm()
         loss_sum, targets = axes.world_sum(sums.clone()).tolist()
+        metrics = self.ring.meter.pop()
+        seconds = max(seconds - metrics.get("report_s", 0.0), 1e-9)  # what measuring costs is not part of training
         tokens_of_all = float(axes.world_sum(torch.tensor(float(tokens), device=self.device))) / axes.ring_size
         line = {
             "step": step,
@@ -227,9 +234,26 @@ class Pretraining:
             "grad_norm": None if norm is None else float(norm),  # DeepSpeed has none for stage 0 in fp32
             "learning_rate": learning_rate,
             "tokens_per_s": tokens_of_all / seconds,
-            **self.ring.meter.pop(),
+            **self.utilisation(tokens_of_all, seconds, metrics.get("density")),
+            **metrics,
         }
         self.log.write(line)
+
+    def utilisation(self, tokens: float, seconds: float, density: float | None) -> dict[str, float]:
+        """Peak memory of this rank, and model FLOPs utilisation by executed and by dense-equivalent attention; on a GPU."""
+        if self.device.type != "cuda":
+            return {}
+        memory = {"peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
+        peak, model = peak_flops(), self.engine.module
+        if peak is None or density is None:
+            return memory
+        causal = tokens * (self.args.sequence_tokens + 1) / 2  # rows are full; documents within them count as one
+        per_second = seconds * peak * self.ring.axes.world_size
+        flops = {
+            name: step_flops(model.config, matrix_parameters(model), int(tokens), pairs)
+            for name, pairs in (("executed", density * causal), ("dense_equivalent", causal))
+        }
+        return memory | {f"mfu_{name}": count / per_second for name, count in flops.items()}
 
     # ---- data
 
