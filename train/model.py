@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ds_sparse_ring.errors import SparseRingError
 
@@ -76,7 +78,10 @@ def build_model(config: PreTrainedConfig, folder: str | None, *, dtype: torch.dt
     """
     if folder is not None and any(next(Path(folder).glob(pattern), None) for pattern in _WEIGHTS):
         return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if is_deepspeed_zero3_enabled():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.device(get_accelerator().current_device_name()):  # drawing billions of weights takes minutes on a CPU
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _json(source: str) -> dict[str, Any]:

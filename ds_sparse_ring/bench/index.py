@@ -1,7 +1,8 @@
 """``bench index``: what choosing the index costs, by length of sequence and of segments.
 
 A figure is the median over rounds of the time of `select_index`, its one wait for the device included, with the spread of the
-rounds beside it. Queries and keys are random with planted columns and slashes, or recorded ones from a file.
+rounds beside it. On a GPU it is taken twice: behind work that the device has still to do, as in training, where launches are
+hidden by the layers before; and on an idle device. Queries and keys are random with planted columns and slashes, or recorded.
 
 Shapes: H query heads, K key/value heads, n tokens, D head size.
 """
@@ -32,6 +33,7 @@ TOKENS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19]
 SEGMENTS = [1024, 2048, 4096, 8192, 16384, 0]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WARM_UP = 3
+_QUEUED = 8192  # rows of a square matrix product, which takes longer than the launches of a selection
 
 
 def main(
@@ -147,7 +149,9 @@ def measure(q: Tensor, k: Tensor, context: SequenceContext, rounds: int) -> dict
     scale = q.shape[2] ** -0.5
     index = select_index(q, k, context, scale=scale)
     assert isinstance(index, VerticalSlash), "the full index is not selected"
-    times = [_timed_ms(q, k, context, scale) for _ in range(_WARM_UP + rounds)][_WARM_UP:]
+    times, idle = (
+        [_timed_ms(q, k, context, scale, queued=queued) for _ in range(_WARM_UP + rounds)][_WARM_UP:] for queued in (True, False)
+    )
     peak = None
     if q.is_cuda:
         torch.cuda.synchronize()
@@ -163,18 +167,22 @@ def measure(q: Tensor, k: Tensor, context: SequenceContext, rounds: int) -> dict
         "median_ms": statistics.median(times),
         "least_ms": min(times),
         "most_ms": max(times),
+        "idle_ms": statistics.median(idle),
         "peak_bytes": peak,
         "columns_per_pattern": index.column_values.numel() / choices,
         "diagonals_per_pattern": index.diagonal_values.numel() / choices,
     }
 
 
-def _timed_ms(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> float:
+def _timed_ms(q: Tensor, k: Tensor, context: SequenceContext, scale: float, *, queued: bool) -> float:
     if not q.is_cuda:
         begin_s = time.perf_counter()
         select_index(q, k, context, scale=scale)
         return 1e3 * (time.perf_counter() - begin_s)
+    work = q.new_ones(_QUEUED, _QUEUED) if queued else q
     torch.cuda.synchronize()
+    if queued:
+        torch.mm(work, work)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     select_index(q, k, context, scale=scale)
@@ -186,13 +194,14 @@ def _timed_ms(q: Tensor, k: Tensor, context: SequenceContext, scale: float) -> f
 def _print_row(row: dict[str, Any], *, first: bool, shape: _Shape) -> None:
     if first:
         print(f"{_device_name(shape.device)}, torch {torch.__version__}, {shape.dtype}".replace("torch.", ""))
-        print("| tokens | segment | median ms | least - most | peak MiB | columns | diagonals | of attention |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| tokens | segment | median ms | least - most | idle ms | peak MiB | columns | diagonals | of attention |")
+        print("|---|---|---|---|---|---|---|---|---|")
     segment = row["segment_tokens"] or "one"
     peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
     share = f"{100 * row['median_ms'] / row['attention_ms']:.1f} %" if row["attention_ms"] else "-"
     print(
-        f"| {row['tokens']} | {segment} | {row['median_ms']:.2f} | {row['least_ms']:.2f} - {row['most_ms']:.2f} | {peak} | "
+        f"| {row['tokens']} | {segment} | {row['median_ms']:.2f} | {row['least_ms']:.2f} - {row['most_ms']:.2f} | "
+        f"{row['idle_ms']:.2f} | {peak} | "
         f"{row['columns_per_pattern']:.0f} | {row['diagonals_per_pattern']:.1f} | {share} |",
         flush=True,
     )
