@@ -41,8 +41,8 @@ def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
     if dtype == torch.float32:  # only to be right, and to fit
         return Tuning(32, 1, 8)
     if padded_head > 128:
-        return Tuning(64, 2 if kernel == "forward" else 1, 8)
-    return Tuning(64, 2, 4)
+        return Tuning(64, 1, 8)
+    return Tuning(128, 1, 4) if kernel == "forward" else Tuning(64, 2, 4)
 
 
 class TritonKernel(TorchKernel):
