@@ -2,6 +2,7 @@
 # make test    lint, type check and tests; what CI runs
 # make lint    only the first two
 # make test-gpu       the tests that need a CUDA device
+# make test-gpu-sanitize  one small call of every GPU kernel under memcheck and racecheck of compute-sanitizer
 # make bench-cpu      the CPU kernels beside PyTorch's dense attention
 # make test-sanitize  the kernel tests under the address and undefined-behaviour sanitizers
 # make test-prebuilt  installs with DS_BUILD_OPS=1 into an environment of its own and runs the kernels from there
@@ -24,7 +25,7 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-gpu unlock test-sanitize test-prebuilt bench-cpu lint format clean
+.PHONY: demo test test-gpu test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
@@ -33,7 +34,11 @@ test: lint unlock
 	@$(BIN)/python -m pytest tests/unit
 
 test-gpu: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest -n 8 tests/gpu tests/unit/test_select_triton.py
+
+test-gpu-sanitize: $(INSTALLED)
+	@for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m tests.gpu.small_case || exit 1; done
 
 test-sanitize: $(INSTALLED)
 	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \

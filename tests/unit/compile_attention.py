@@ -27,9 +27,8 @@ def compile_kernel(kernel, constants: dict[str, object], warps: int, element: st
     signature = {name: _kind(name, element, tile, padded) for name in kernel.arg_names}
     places = {name: (at,) for at, name in enumerate(kernel.arg_names)}
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {
-        places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*") or n.endswith("_row")
-    }
+    multiples = [n for n, kind in signature.items() if kind.startswith("*") or n.endswith("_row")]
+    aligned = {places[n]: [["tt.divisibility", 16]] for n in multiples}
     source = ASTSource(kernel, signature, {places[n]: value for n, value in constants.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).metadata.shared
 
@@ -52,18 +51,15 @@ def main() -> None:
     for element, dtype, head_size in [("bf16", torch.bfloat16, 128), ("fp16", torch.float16, 256)]:
         for name, kernel in kernels.items():
             tune = tuning(name, dtype, head_size)
-            constants = {"D": head_size, "DP": head_size, "TILE": tune.tile, "STAGES": tune.stages, "PRECISION": None}
-            constants |= {"KIND": hop_index.VERTICAL_SLASH, "OWN": True, "COLUMNS": True, "OVERWRITE": True}
+            constants: dict[str, object] = {"D": head_size, "DP": head_size, "TILE": tune.tile, "STAGES": tune.stages}
+            constants |= {"PRECISION": None, "KIND": hop_index.VERTICAL_SLASH, "OWN": True, "COLUMNS": True, "OVERWRITE": True}
             used = {n: value for n, value in constants.items() if n in kernel.arg_names}
             shared = compile_kernel(kernel, used, tune.warps, element, tune.tile, head_size)
             what = f"{name}, {element}, head size {head_size}: {shared} bytes of shared memory"
             assert shared <= HOPPER_SHARED_BYTES, what
             print(what)
-    for kernel, more in (
-        (triton_tables.offsets_kernel, {"CHUNK": 128}),
-        (triton_tables.columns_kernel, {"TILE": 64, "CHUNK": 256}),
-    ):
-        compile_kernel(kernel, more, 4, "bf16", BLOCK, 128)
+    compile_kernel(triton_tables.offsets_kernel, {"CHUNK": 128}, 4, "bf16", BLOCK, 128)
+    compile_kernel(triton_tables.columns_kernel, {"TILE": BLOCK, "CHUNK": 256}, 4, "bf16", BLOCK, 128)
 
 
 if __name__ == "__main__":

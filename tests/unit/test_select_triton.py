@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ from tests.common import DistributedTest, rank_device
 
 from .reference import bound, global_qkv
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 SCALE = 0.25
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -265,6 +266,10 @@ def test_kernels_compile_for_hopper_and_fit_its_shared_memory() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(
+    torch.cuda.device_count() == 1 and Version(triton.__version__) < Version("3.9"),
+    reason="one GPU cannot hold two ranks, and the interpreter of this Triton needs an older NumPy",
+)
 class TestRingSelection(DistributedTest):
     world_size = 2
 
