@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ds_sparse_ring.comm import TAG_DKV, TAG_KV
+from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, cost, density
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
-from ds_sparse_ring.plan import ring_plan
+from ds_sparse_ring.plan import Transfer, ring_plan
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
 
@@ -168,12 +168,15 @@ def ring_forward(
     """
     if (dense := _dense(q, k, index, context)) is not None:
         return dense.forward(q, k, v, scale=scale, rows=document_rows(index.segments))
-    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
+    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
     kv = torch.stack([k, v])
+    following = context.axes.exchange(kv, None, TAG_KV_AHEAD)
     for hop in plan.hops:
-        arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
+        if hop.kv_ahead is not None:
+            following = context.axes.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+        arriving = context.axes.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
         for q_span, k_span in hop.work:
             rows, keys = q_span.tokens, k_span.tokens
             own = hop.source == context.rank and q_span == k_span
@@ -211,14 +214,17 @@ def ring_backward(
     """
     if (dense := _dense(q, k, index, context)) is not None:
         return dense.backward(do, q, k, v, o, lse, scale=scale, rows=document_rows(index.segments))
-    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank)
+    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
     kv = torch.stack([k, v])
-    travelling = None
+    following = context.axes.exchange(kv, None, TAG_KV_AHEAD)
+    travelling = total = None
     for hop in plan.hops:
-        arriving = context.axes.exchange(kv, hop.kv, TAG_KV)
+        if hop.kv_ahead is not None:
+            following = context.axes.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+        arriving = context.axes.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
         for q_span, k_span in hop.work:
             rows, keys = q_span.tokens, k_span.tokens
@@ -238,15 +244,25 @@ def ring_backward(
                 d_columns if own else None,
                 overwrite=own,
             )
+        if hop.dkv_ahead is not None and travelling is not None:  # the round before has ended: its sums are home by now
+            total, travelling = _pass_on(travelling, total, hop.dkv_ahead, context), None
         if travelling is not None:
             dkv += travelling.wait()
         travelling = context.axes.exchange(dkv, hop.dkv, TAG_DKV)
         kv = arriving.wait()
     assert travelling is not None
-    dkv = travelling.wait()
+    dkv = _pass_on(travelling, total, plan.home, context).wait()
     if isinstance(index, VerticalSlash) and d_columns is not None:
         _return_columns(dkv, d_columns, k, index, context)
     return dq, dkv[0], dkv[1]
+
+
+def _pass_on(returning: Exchange, total: Exchange | None, transfer: Transfer | None, context: SequenceContext) -> Exchange:
+    """Add a round's gradient to those of the nodes before, and send the sum to the next node."""
+    dkv = returning.wait()
+    if total is not None:
+        dkv += total.wait()
+    return context.axes.exchange(dkv, transfer, TAG_DKV_AHEAD)
 
 
 def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: VerticalSlash, context: SequenceContext) -> None:

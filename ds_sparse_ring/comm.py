@@ -1,12 +1,13 @@
 """Process groups and the few verbs that attention communicates with.
 
-``world = data axis x ring axis``. Ranks of a ring are consecutive, so that a ring of a node's size stays inside the node. All
-ranks of a ring call the same verbs in the same order; transfers of keys and of gradients carry their own tags.
+``world = data axis x ring axis``. Ranks of a ring are consecutive, so that a ring of a node's size stays inside the node, and so
+are those of an inner ring. All ranks of a ring call the same verbs in the same order; transfers of keys and of gradients carry
+their own tags, and those between nodes run in groups of their own, so that they do not queue behind those within.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,18 +18,24 @@ from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import Transfer
 
-TAG_KV, TAG_DKV = 1, 2
+TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The two axes and this process's place on them. Groups are None for an axis of size 1."""
+    """The two axes and this process's place on them. Groups are None for an axis of size 1.
+
+    ``inner_size``: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
+    """
 
     world_size: int
     rank: int
     ring_size: int
     ring_group: Any = None
     data_group: Any = None
+    inner_size: int | None = None
+    inner_group: Any = None
+    outer_group: Any = None
 
     @property
     def ring_rank(self) -> int:
@@ -58,6 +65,7 @@ class Axes:
                     f"sparse_ring.degree is {config.degree}, but torch.distributed is not initialised: start with the deepspeed "
                     "launcher and call deepspeed.init_distributed() first, or set degree to 1"
                 )
+            config.check_degree(1)
             return cls(1, 0, 1)
         world, rank = dist.get_world_size(), dist.get_rank()
         ring = config.check_degree(world)
@@ -68,7 +76,21 @@ class Axes:
         for offset in range(ring):
             group = dist.new_group(list(range(offset, world, ring))) if ring < world else None
             data_group = group if rank % ring == offset else data_group
-        return cls(world, rank, ring, ring_group, data_group)
+        axes = cls(world, rank, ring, ring_group, data_group)
+        return axes if config.inner_degree is None else axes._with_inner_rings(config.inner_degree)
+
+    def _with_inner_rings(self, size: int) -> Axes:
+        """Groups within inner rings of ``size`` ranks, and of counterparts in the inner rings of a ring."""
+        inner_group = outer_group = None
+        for first in range(0, self.world_size, self.ring_size):
+            for node in range(first, first + self.ring_size, size):
+                group = dist.new_group(list(range(node, node + size)))
+                inner_group = group if node <= self.rank < node + size else inner_group
+            for place in range(first, first + size):
+                members = list(range(place, first + self.ring_size, size))
+                group = dist.new_group(members)
+                outer_group = group if self.rank in members else outer_group
+        return replace(self, inner_size=size, inner_group=inner_group, outer_group=outer_group)
 
     def world_totals(self, values: list[float]) -> list[float]:
         """Sums of host numbers over all ranks."""
@@ -120,12 +142,13 @@ class Axes:
         if transfer is None:
             return Exchange(None, [], x)
         received = torch.empty_like(x)
-        send_to, receive_from = (
-            dist.get_global_rank(self.ring_group, peer) for peer in (transfer.send_to, transfer.receive_from)
-        )
+        first = self.rank - self.ring_rank
+        group = self.ring_group
+        if self.inner_size is not None:
+            group = self.inner_group if transfer.level == "inner" else self.outer_group
         operations = [
-            dist.P2POp(dist.isend, x, send_to, self.ring_group, tag),
-            dist.P2POp(dist.irecv, received, receive_from, self.ring_group, tag),
+            dist.P2POp(dist.isend, x, first + transfer.send_to, group, tag),
+            dist.P2POp(dist.irecv, received, first + transfer.receive_from, group, tag),
         ]
         return Exchange(received, dist.batch_isend_irecv(operations), x)
 
@@ -134,10 +157,12 @@ class Exchange:
     """A transfer under way. It holds the buffer being sent until the transfer is over."""
 
     def __init__(self, received: Tensor | None, works: list[Any], sent: Tensor) -> None:
-        self._received, self._works, self._sent = received, works, sent
+        self._result = sent if received is None else received
+        self._works, self._sent = works, [sent]
 
     def wait(self) -> Tensor:
-        """What arrived; without a transfer, the tensor that was given."""
-        for work in self._works:
-            work.wait()
-        return self._sent if self._received is None else self._received
+        """What arrived, as often as asked; without a transfer, the tensor that was given."""
+        while self._works:
+            self._works.pop().wait()
+        self._sent.clear()
+        return self._result

@@ -98,6 +98,9 @@ class SparseRingConfig(_Strict):
     degree: int | None = Field(default=None, ge=1)
     """Ranks that share one sequence; null is all ranks. Must divide the number of ranks."""
 
+    inner_degree: int | None = Field(default=None, ge=1)
+    """Ranks of an inner ring, usually those of a node: a hierarchical ring; null is one flat ring. Must divide the degree."""
+
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """Which rank holds which blocks of 64 tokens: every degree-th block, one run of them, or two mirrored runs."""
 
@@ -184,8 +187,18 @@ class SparseRingConfig(_Strict):
         """Ranks that share one sequence when the run has ``world_size`` ranks.
 
         Raises:
-            SparseRingError: if the degree does not divide the number of ranks.
+            SparseRingError: if the degree does not divide the number of ranks, or the inner degree not the degree.
         """
+        ring = self._ring_size(world_size)
+        if self.inner_degree is not None and ring % self.inner_degree:
+            divisors = [n for n in range(1, ring + 1) if ring % n == 0]
+            raise SparseRingError(
+                f"{self.SECTION}.inner_degree = {self.inner_degree} does not divide the {ring} ranks of a ring: "
+                f"use {_one_of(divisors)}, or null for one flat ring"
+            )
+        return ring
+
+    def _ring_size(self, world_size: int) -> int:
         if self.degree is None:
             return world_size
         if world_size % self.degree:

@@ -125,9 +125,9 @@ def check_errors(
 
 def check_hops(kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: float, device: str = "cpu") -> None:
     """Ranks of a striped ring, each other's keys in two chunks of signed offsets: forward and backward equal one call's."""
-    sequence, ranks, heads = make_sequence([300, 500, 100]), 3, 4  # 15 blocks
+    sequence, ranks, heads = make_sequence([300, 500, 100]), 3, 2  # 15 blocks
     index = on_device(make_index(kind, sequence, heads, 1), torch.device(device))
-    q, k, v = (x.to(device, dtype) for x in global_qkv(sequence, heads, 2, 32))
+    q, k, v = (x.to(device, dtype) for x in global_qkv(sequence, heads, 1, 32))
     do, scale = make_gradient(q), 32**-0.5
     whole = run(kernel, q, k, v, do, index, scale)
     columns = column_kv(k, v, index, heads)
@@ -166,7 +166,7 @@ def check_hops(kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: floa
         put(gradients[1], source, chunk, dk)
         put(gradients[2], source, chunk, dv)
     if isinstance(index, VerticalSlash) and d_columns is not None:
-        place = index.column_patterns() * index.heads_per_pattern // (heads // 2) * k.shape[1] + index.column_values
+        place = index.column_patterns() * index.heads_per_pattern // heads * k.shape[1] + index.column_values
         kernel.add_rows(gradients[1].flatten(0, 1), place, d_columns.k)
         kernel.add_rows(gradients[2].flatten(0, 1), place, d_columns.v)
     for got, want in zip([o, lse, *gradients], whole, strict=True):

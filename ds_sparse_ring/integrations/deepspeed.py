@@ -151,6 +151,8 @@ class Setup:
         config, axes = self.ring.config, self.ring.axes
         one = axes.ring_size == 1
         ring_ranks = "a sequence per rank" if one else f"{axes.ring_size} consecutive ranks share a sequence"
+        if axes.inner_size is not None:
+            ring_ranks += f", in inner rings of {axes.inner_size}"
         sequences = self.micro_batch * self.accumulation * axes.data_size
         segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
         kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"

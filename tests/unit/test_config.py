@@ -31,6 +31,7 @@ def read(section: Any, **others: Any) -> SparseRingConfig:
 def test_the_defaults_are_the_documented_ones() -> None:
     assert json.loads(read({}).model_dump_json()) == {
         "degree": None,
+        "inner_degree": None,
         "layout": "striped",
         "backend": "auto",
         "selector": {"kind": "price", "price": 1.5e-4},
@@ -206,6 +207,12 @@ def test_the_degree_divides_the_ranks(degree: int | None, world_size: int, resol
 def test_a_degree_that_does_not_divide_is_refused_with_the_divisors(degree: int, world_size: int, way_out: str) -> None:
     with pytest.raises(SparseRingError, match=f"degree = {degree} does not divide the {world_size} ranks.*{way_out}"):
         SparseRingConfig(degree=degree).check_degree(world_size)
+
+
+def test_an_inner_degree_divides_the_ring() -> None:
+    assert SparseRingConfig(inner_degree=4).check_degree(8) == 8
+    with pytest.raises(SparseRingError, match="inner_degree = 4 does not divide the 6 ranks of a ring: use 1, 2, 3 or 6"):
+        SparseRingConfig(degree=6, inner_degree=4).check_degree(12)
 
 
 @pytest.mark.parametrize(("per_pattern", "q_heads", "kv_heads"), [(1, 7, 1), (4, 16, 4), (2, 16, 4), (1, 3, 3), (7, 14, 2)])

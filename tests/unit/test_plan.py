@@ -1,14 +1,20 @@
-"""Plans checked as data: every pair once, every send received, gradients back home."""
+"""Plans checked as data: every pair once, every send received, gradients back home whole, buffers and bytes as stated."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_sparse_ring import plan_check
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout, LayoutKind
-from ds_sparse_ring.plan import ring_plan
+from ds_sparse_ring.plan import RingPlan, Transfer, ring_plan
+from ds_sparse_ring.plan_check import PassReport, check_plans
 
 kinds = st.sampled_from(["striped", "contiguous", "zigzag"])
 
@@ -32,34 +38,32 @@ def test_each_causal_block_pair_is_computed_exactly_once(kind: LayoutKind, ranks
     assert set(seen.values()) == {1}
 
 
-@given(kinds, st.integers(1, 512))
-@settings(max_examples=40)
-def test_every_send_is_received_in_the_same_hop(kind: LayoutKind, ranks: int) -> None:
-    layout = Layout.for_blocks(kind, ranks, ranks)
-    plans = [ring_plan(layout, rank) for rank in range(0, ranks, max(1, ranks // 8))]
-    for plan in plans:
-        for step, hop in enumerate(plan.hops):
-            for transfer, name in ((hop.kv, "kv"), (hop.dkv, "dkv")):
-                if transfer is not None:
-                    peer = ring_plan(layout, transfer.send_to).hops[step]
-                    assert getattr(peer, name).receive_from == plan.rank
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
-@given(kinds, st.integers(1, 24))
-def test_keys_arrive_where_the_plan_says_and_gradients_come_home(kind: LayoutKind, ranks: int) -> None:
-    layout = Layout.for_blocks(kind, ranks, 2 * ranks)
-    plans = [ring_plan(layout, rank) for rank in range(ranks)]
-    held = list(range(ranks))  # which shard of keys each rank holds
-    gradient: list[int] = [-1] * ranks  # whose gradient each rank holds
-    for step in range(ranks):
-        dkv = [plan.hops[step].dkv for plan in plans]
-        kv = [plan.hops[step].kv for plan in plans]
-        assert held == [plan.hops[step].source for plan in plans]
-        if step:
-            assert gradient == held, "the gradient must arrive with the shard it belongs to"
-        gradient = [held[rank if moved is None else moved.receive_from] for rank, moved in enumerate(dkv)]
-        held = [held[rank if moved is None else moved.receive_from] for rank, moved in enumerate(kv)]
-    assert gradient == list(range(ranks))
+@given(kinds, st.integers(1, 64), st.data())
+@settings(max_examples=80)
+def test_plans_of_every_factorisation_hold_what_the_checker_asks(kind: LayoutKind, ranks: int, data: st.DataObject) -> None:
+    inner = data.draw(st.sampled_from([None, *_divisors(ranks)]))
+    report = check_plans(Layout.for_blocks(kind, ranks, ranks), inner)
+    size = ranks if inner is None else inner
+    nodes = ranks // size
+    assert report.forward.inner == nodes * (size - 1) and report.forward.outer == nodes - 1
+    returning = ranks if size > 1 else 0  # the gradient goes on after every hop, and home at the end of each round
+    home = nodes if nodes > 1 else 0
+    assert report.backward.inner == nodes * (size - 1) + returning
+    assert report.backward.outer == nodes - 1 + home
+    # computed on and arriving; between nodes also the one sent ahead, once it is no longer computed on, and the next one
+    assert report.forward.kv_buffers == (1 if ranks == 1 else 2 if 1 in (size, nodes) else 3 if size == 2 else 4)
+    assert report.backward.kv_buffers == report.forward.kv_buffers
+    assert report.forward.gradient_buffers == 0
+    assert report.backward.gradient_buffers <= (1 if ranks == 1 else 3 if nodes == 1 else 4 if size == 1 else 5)
+
+
+@pytest.mark.parametrize(("ranks", "inner"), [(512, 8), (129, None), (129, 1)])
+def test_large_rings(ranks: int, inner: int | None) -> None:
+    check_plans(Layout.for_blocks("striped", ranks, ranks), inner)
 
 
 def test_a_contiguous_ring_does_no_work_in_the_future_and_a_single_rank_sends_nothing() -> None:
@@ -67,3 +71,44 @@ def test_a_contiguous_ring_does_no_work_in_the_future_and_a_single_rank_sends_no
     assert [bool(hop.work) for hop in ring_plan(contiguous, 1).hops] == [True, True, False, False]
     (hop,) = ring_plan(Layout.for_blocks("striped", 1, 8), 0).hops
     assert hop.kv is None and hop.dkv is None
+    assert check_plans(Layout.for_blocks("striped", 1, 8)).forward == PassReport(1, 0, 0, 0)
+
+
+def test_inner_rings_that_do_not_fill_the_ring_are_refused() -> None:
+    with pytest.raises(SparseRingError, match="inner rings of 4 ranks do not divide a ring of 6"):
+        ring_plan(Layout.for_blocks("striped", 6, 6), 0, 4)
+
+
+def _spoil(plan: RingPlan, **changes: Any) -> RingPlan:
+    return replace(plan, hops=(*plan.hops[:1], replace(plan.hops[1], **changes), *plan.hops[2:]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"work": ()}, "are computed 0 times"),
+        ({"source": 3}, "which is for 3"),
+        ({"kv": Transfer(2, 3)}, "sends it elsewhere"),
+        ({"kv": None}, "holds shard 1 in hop 2, which is for 3"),
+        ({"dkv": Transfer(2, 3)}, "sends it elsewhere"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plans(layout: Layout, rank: int, inner: int | None) -> RingPlan:
+        plan = ring_plan(layout, rank, inner)
+        return _spoil(plan, **changes) if rank == 1 else plan
+
+    monkeypatch.setattr(plan_check, "ring_plan", plans)
+    with pytest.raises(SparseRingError, match=message):
+        check_plans(Layout.for_blocks("striped", 4, 8))
+
+
+def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plans(layout: Layout, rank: int, inner: int | None) -> RingPlan:
+        plan = ring_plan(layout, rank, inner)
+        return replace(plan, hops=plan.hops[:2]) if rank == 1 else plan
+
+    monkeypatch.setattr(plan_check, "ring_plan", plans)
+    monkeypatch.setattr(plan_check, "_check_coverage", lambda *_: None)
+    with pytest.raises(SparseRingError, match="wait for transfers that no one posts"):
+        check_plans(Layout.for_blocks("striped", 4, 8))

@@ -62,6 +62,14 @@ class TestRingParity(DistributedTest):
             for selector in SELECTORS:
                 _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
 
+    @pytest.mark.world_size([4, 6])
+    def test_hierarchical_rings_of_every_factorisation(self) -> None:
+        world = dist.get_world_size()
+        for inner in range(1, world + 1):
+            if world % inner == 0:
+                for layout in ("striped", "zigzag"):
+                    _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, inner_degree=inner)
+
     def test_documents_shared_patterns_and_a_strictly_causal_probe(self) -> None:
         for probe in ("own", "previous"):
             _check_against_dense([130, 1, 333, 64], 8, 1, probe=probe, segment_tokens=128, heads_per_pattern=4)
