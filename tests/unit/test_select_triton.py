@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import PriceSelector
@@ -24,7 +23,7 @@ from ds_sparse_ring.select.price import _block_diagonal_mass, _take_out_forced
 from ds_sparse_ring.select.probe import pattern_mean, probe_groups, row_probabilities, target_segment
 from tests.common import DistributedTest, rank_device
 
-from .reference import bound, global_qkv
+from .reference import NoWaiting, bound, global_qkv
 
 pytest.importorskip("triton")
 
@@ -222,17 +221,6 @@ def test_scores_that_are_not_finite_are_refused_and_padding_may_hold_anything(ba
         _check(q, k, context)
 
 
-class _NoWaiting(TorchDispatchMode):
-    """Refuses operators that make the host wait for the device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"), name
-        if name in ("index", "index_put_"):
-            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), "boolean indexing waits"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("selector", [PRICE, TOP_P], ids=lambda s: s["kind"])
 def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, sequence, context = bound([130], segment_tokens=64, selector=selector)
@@ -245,7 +233,7 @@ def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: py
         return tolist(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    with _NoWaiting():
+    with NoWaiting():
         select_index(q, k, context, scale=SCALE, method="triton")
     assert len(waits) == 1 and waits[0] <= 4096
 
