@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
-from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, cost, density
+from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, density, span_pairs
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
@@ -117,17 +117,18 @@ def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: f
 
 def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer: int, scale: float) -> None:
     """Tell the meter what the index keeps; the density is weighted by the causal area of each segment."""
-    heads_per_pattern = context.config.heads_per_pattern
-    local = cost(index, context.layout.block_ids(context.rank).to(q.device))
-    local_pairs = float(local.sum()) * heads_per_pattern
+    spans = context.layout.spans(context.rank)
+    by_span = torch.stack([span_pairs(index, span.map, span.blocks) for span in spans])
+    local_pairs = by_span.sum(0) * context.config.heads_per_pattern
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)
-        context.meter.record(layer, ones, ones, local_pairs)
+        context.meter.record(layer, ones, ones, float(local_pairs.sum()))
         return
-    recall = estimated_recall(q, k, index, context, scale=scale).double().cpu()
+    recall = estimated_recall(q, k, index, context, scale=scale).double()
+    shares, recall, pairs = torch.stack([density(index), recall, local_pairs.double()]).cpu()  # the host waits once for all
     rows = context.config.true_recall_rows
     measured = true_recall(q, k, index, context, scale=scale, rows=rows) if rows else None
-    context.meter.record(layer, density(index), recall, local_pairs, measured)
+    context.meter.record(layer, shares, recall, float(pairs.sum()), measured)
 
 
 def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext) -> ColumnKV | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.layout import BLOCK, BlockMap
 
+_BLOCK_PAIRS = BLOCK * BLOCK
 _DIAGONAL_PAIRS = BLOCK * (BLOCK + 1) // 2
 _VALUE_BITS = 40  # of tokens or blocks: a million million of them; 23 bits are left for rows
 
@@ -235,9 +237,26 @@ class VerticalSlash(_Derived):
 
     def column_patterns(self) -> Tensor:
         """Pattern of each column, int64 ``[columns]``."""
-        counts = self.column_ptr.diff()
-        patterns = torch.arange(counts.numel(), device=counts.device) % self.patterns
-        return torch.repeat_interleave(patterns, counts, output_size=self.column_values.numel())
+        return _row_of_entries(self.column_ptr, self.column_values) % self.patterns
+
+    def tables(self, segment: int) -> tuple[Tensor, Tensor]:
+        """What a segment reads as bitmaps over its document: for many lookups at once. The host waits once per index.
+
+        Returns:
+            Bool ``[P, reach]``: which block offsets are on; bool ``[P, reach * BLOCK]``: which tokens of the document are
+            columns, the document's first one at 0; reach: blocks from the document's first to the segment's last.
+        """
+        s, patterns = self.segments[segment], self.patterns
+        reach, begin = s.end - s.document_begin, s.document_begin * BLOCK
+        ends = torch.stack([self.diagonal_ptr[::patterns], self.column_ptr[::patterns]])
+        bounds: list[list[int]] = self.derived("segment_bounds", ends.tolist)
+        diagonals, columns = (slice(*x[segment : segment + 2]) for x in bounds)
+        rows = slice(segment * patterns, (segment + 1) * patterns + 1)
+        whole, single = (torch.zeros(patterns, n, dtype=torch.bool, device=ends.device) for n in (reach, reach * BLOCK))
+        offsets, tokens = self.diagonal_values[diagonals], self.column_values[columns] - begin
+        whole[_row_of_entries(self.diagonal_ptr[rows], offsets), offsets] = True
+        single[_row_of_entries(self.column_ptr[rows], tokens), tokens] = True
+        return whole, single
 
     def equal(self, other: VerticalSlash) -> bool:
         """True if both select the same entries, bit for bit."""
@@ -254,6 +273,12 @@ def _compressed_rows(pairs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ptr = torch.zeros(rows + 1, dtype=torch.int64, device=pairs.device)
     torch.cumsum(counts, 0, out=ptr[1:])
     return ptr, keys & ((1 << _VALUE_BITS) - 1)
+
+
+def _row_of_entries(ptr: Tensor, values: Tensor) -> Tensor:
+    """Row of each entry of compressed rows, counted from the first one of ``ptr``."""
+    rows = torch.arange(ptr.numel() - 1, device=ptr.device)
+    return torch.repeat_interleave(rows, ptr.diff(), output_size=values.numel())
 
 
 def segment_of_blocks(segments: tuple[Segment, ...], blocks: Tensor) -> Tensor:
@@ -302,7 +327,7 @@ def cost(index: Index, q_blocks: Tensor, k_blocks: tuple[int, int] | None = None
         blocks = q_blocks[rows]
         for p in range(index.patterns):
             own = (blocks >= low) & (blocks < high)  # every query block reads its own, half of it
-            pairs = index.block_counts(s, p, blocks, low, high) * BLOCK * BLOCK - own * (BLOCK * BLOCK - _DIAGONAL_PAIRS)
+            pairs = index.block_counts(s, p, blocks, low, high) * _BLOCK_PAIRS - own * (_BLOCK_PAIRS - _DIAGONAL_PAIRS)
             column_blocks = index.columns(s, p).to(q_blocks.device) // BLOCK
             inside = (column_blocks >= low) & (column_blocks < high)
             counted = index.columns_counted(s, p, blocks, slice(0, column_blocks.numel()))
@@ -317,11 +342,75 @@ def causal_cost(segments: tuple[Segment, ...], q_blocks: Tensor) -> Tensor:
     q_blocks = q_blocks.cpu()
     row_segments = segment_of_blocks(segments, q_blocks)
     earlier = torch.where(padding[row_segments], 0, q_blocks - begins[row_segments])
-    return earlier * BLOCK * BLOCK + _DIAGONAL_PAIRS
+    return earlier * _BLOCK_PAIRS + _DIAGONAL_PAIRS
+
+
+def span_pairs(index: Index, q_map: BlockMap, q_blocks: int) -> Tensor:
+    """Active (query, key) pairs of a span of query blocks per query head, int64 ``[P]``: the rows of `cost`, summed.
+
+    In closed form over the index's lists: a few dozen launches, and no waiting for the device.
+
+    Args:
+        q_map: global numbers of the span's ``q_blocks`` query blocks, all of them in the sequence.
+    """
+    if isinstance(index, VerticalSlash):
+        return _diagonal_pairs(index, q_map, q_blocks) + _column_pairs(index, q_map, q_blocks)
+    if isinstance(index, BlockLists):
+        counts = index.block_ptr.diff().view(index.patterns, -1)
+        blocks = q_map.to_global(torch.arange(q_blocks, device=counts.device))
+        return counts[:, blocks].sum(1) * _BLOCK_PAIRS - q_blocks * (_BLOCK_PAIRS - _DIAGONAL_PAIRS)
+    blocks = q_map.to_global(torch.arange(q_blocks))
+    return causal_cost(index.segments, blocks).sum().repeat(index.patterns)
+
+
+def _diagonal_pairs(index: VerticalSlash, q_map: BlockMap, q_blocks: int) -> Tensor:
+    """A diagonal counts once for each query block of its segment that is far enough from the document's first block."""
+    ptr, offset = index.diagonal_ptr, index.diagonal_values
+    segment = _row_of_entries(ptr, offset) // index.patterns
+    begin, end, document_begin = _segment_bounds(index.segments, offset.device)[:, segment]
+    first = torch.maximum(begin, document_begin + offset)
+    readers = (q_map.count_below(end, q_blocks) - q_map.count_below(first, q_blocks)).clamp(min=0)
+    return _pattern_sums(readers * torch.where(offset > 0, _BLOCK_PAIRS, _DIAGONAL_PAIRS), ptr, index.patterns)
+
+
+def _column_pairs(index: VerticalSlash, q_map: BlockMap, q_blocks: int) -> Tensor:
+    """A column counts for each later query block of its segment, but for those that read it on one of their diagonals.
+
+    Column block b and diagonal d meet in query block b + d. It belongs to the span only if d is congruent to start - b modulo
+    the stride: with diagonals in order of (row, d modulo stride, d), those that meet in a range of the span are a run of them.
+    """
+    block = index.column_values // BLOCK
+    row = _row_of_entries(index.column_ptr, block)
+    begin, end, _ = _segment_bounds(index.segments, block.device)[:, row // index.patterns]
+    first = torch.maximum(begin, block + 1)
+    later = (q_map.count_below(end, q_blocks) - q_map.count_below(first, q_blocks)).clamp(min=0)
+
+    stride, offset, beyond = q_map.stride, index.diagonal_values, index.segments[-1].end + 1
+    keys = (_row_of_entries(index.diagonal_ptr, offset) * stride + offset % stride) * beyond + offset
+    if stride > 1:
+        keys = keys.sort().values
+    low = first.clamp(min=q_map.start) - block
+    high = torch.maximum(end.clamp(max=q_map.start + stride * q_blocks) - block, low)
+    run = (row * stride + (q_map.start - block) % stride) * beyond
+    met = torch.searchsorted(keys, run + high) - torch.searchsorted(keys, run + low)
+    return _pattern_sums((later - met) * BLOCK, index.column_ptr, index.patterns)
+
+
+def _pattern_sums(entries: Tensor, ptr: Tensor, patterns: int) -> Tensor:
+    """Sums over all rows of each pattern, ``[P]``, from one integer per entry of compressed rows."""
+    before = entries.new_zeros(entries.numel() + 1)
+    torch.cumsum(entries, 0, out=before[1:])
+    return before[ptr].diff().view(-1, patterns).sum(0)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
+def _segment_bounds(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
+    """First block, one past the last, and first block of the document of each segment: int64 ``[3, S]``."""
+    return torch.tensor([[s.begin, s.end, s.document_begin] for s in segments], device=device).T.contiguous()
 
 
 def density(index: Index) -> Tensor:
-    """Active share of the causal area of all documents, per pattern: float64 ``[P]``."""
-    device = index.diagonal_values.device if isinstance(index, VerticalSlash) else torch.device("cpu")
-    blocks = torch.arange(index.segments[-1].end, device=device)
-    return cost(index, blocks).sum(1).double().cpu() / causal_cost(index.segments, blocks).sum()
+    """Active share of the causal area of all documents, per pattern: float64 ``[P]``, on the index's device."""
+    total = index.segments[-1].end
+    return span_pairs(index, BlockMap(1, 0), total).double() / int(causal_cost(index.segments, torch.arange(total)).sum())

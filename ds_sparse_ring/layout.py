@@ -60,6 +60,10 @@ class BlockMap:
         high = min(blocks, -((self.start - end) // self.stride))
         return range(low, max(low, high))
 
+    def count_below(self, block: Tensor, blocks: int) -> Tensor:
+        """How many of ``blocks`` local blocks have a global number below each of ``block`` (any integer shape)."""
+        return torch.div(self.start - block, self.stride, rounding_mode="floor").neg().clamp(0, blocks)
+
 
 @dataclass(frozen=True)
 class Span:

@@ -6,8 +6,9 @@ of the chosen columns, whose number differs between ranks, waits as well.
 
 Selection by price scores the keys twice: for the log-sum-exp of the rows, and for the masses. In long sequences the first pass
 also bounds the mass of every key block, and the second one visits only blocks that can hold a column or give rise to a diagonal:
-the same index, bit for bit. It takes memory in proportion to segments x patterns x blocks: one bit per token and some 60 bytes
-per block of keys. Selection by mass keeps the masses of a few segments at a time.
+the same index, bit for bit. It takes memory in proportion to segments x patterns x blocks: one bit per token and some 70 bytes
+per block of keys. Selection by mass keeps the masses of a few segments at a time. Both write the index into buffers of the most
+that it may hold before the host waits, and cut it to length afterwards.
 
 Shapes as in `triton_probe`.
 """
@@ -37,6 +38,7 @@ from ds_sparse_ring.select.tables import Tables, tables_of
 _NO_BOUND = 1 << 62
 _TOKEN_BITS = 40  # of the key row << 40 | token that stands for a column where columns of several ranks are put in order
 _ENTRIES = 1 << 26  # masses or probabilities that selection by mass holds at a time: 256 MiB
+_ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -437,41 +439,43 @@ def _before(counts: Tensor) -> Tensor:
 
 
 def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, infinite: Tensor) -> VerticalSlash:
-    """Compressed rows from the words of columns and the flags of diagonals; here the host waits for their lengths."""
+    """Compressed rows from the words of columns and the flags of diagonals; here the host waits for their lengths.
+
+    Everything is launched before: rows are written where there is room for the most of them, and what was chosen is copied, since
+    the index lives until the backward pass.
+    """
     t, context, patterns = probe.tables, probe.context, probe.patterns
     columns_before, diagonals_before = _before(_bits(words)), _before(flags)
-    summary = torch.stack([columns_before[-1], diagonals_before[-1], infinite.long()])
-    columns, diagonals, refused = summary.tolist()
-    if refused:
-        raise SparseRingError(NOT_FINITE)
-    diagonal_values = flags.new_empty(diagonals, dtype=torch.int64)
+    diagonal_values = flags.new_empty(t.diagonal_slots, dtype=torch.int64)
     compact.fill_diagonals_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
         flags, diagonals_before, t.segments, t.diagonal_tiles, diagonal_values, patterns, FIELDS=fields.SEGMENT_FIELDS,
         REACH=fields.SEGMENT_REACH, SLOT=fields.SEGMENT_SLOT, TILE=fields.DIAGONAL_TILE,
     )  # fmt: skip
-    column_values = _filled(probe, words, columns_before, columns)
+    column_values = _filled(probe, words, columns_before, min(words.numel() * BLOCK, _ROOM))
+    diagonal_ptr = diagonals_before.index_select(0, t.diagonal_rows)
     column_ptr = columns_before.index_select(0, t.column_rows)
+    columns, diagonals, refused = torch.stack([columns_before[-1], diagonals_before[-1], infinite.long()]).tolist()
+    if refused:
+        raise SparseRingError(NOT_FINITE)
+    if columns > column_values.numel():
+        column_values = _filled(probe, words, columns_before, columns)
+    else:
+        column_values = column_values[:columns].clone()
     if context.axes.ring_size > 1:
         column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, tied)
-    return VerticalSlash(
-        context.segments,
-        patterns,
-        context.config.heads_per_pattern,
-        diagonals_before.index_select(0, t.diagonal_rows),
-        diagonal_values,
-        column_ptr,
-        column_values,
-    )
+    group, diagonal_values = context.config.heads_per_pattern, diagonal_values[:diagonals].clone()
+    return VerticalSlash(context.segments, patterns, group, diagonal_ptr, diagonal_values, column_ptr, column_values)
 
 
-def _filled(probe: _Probe, words: Tensor, before: Tensor, columns: int) -> Tensor:
-    """Tokens of the ``columns`` bits that are set, ascending within each row of the index."""
+def _filled(probe: _Probe, words: Tensor, before: Tensor, room: int) -> Tensor:
+    """Tokens of the first ``room`` bits that are set, ascending within each row of the index; what follows them is not set."""
     t = probe.tables
-    values = words.new_empty(columns)
-    if columns:
+    values = words.new_empty(room)
+    if room:
         compact.fill_columns_kernel[(t.chunks.shape[0] * probe.patterns,)](
-            words, before, t.groups, t.chunks, t.key_blocks, values, probe.patterns, SLOT=fields.SLOT, SIZE=fields.TILES, WORDS=16
-        )
+            words, before, t.groups, t.chunks, t.key_blocks, values, room, probe.patterns, SLOT=fields.SLOT, SIZE=fields.TILES,
+            WORDS=16,
+        )  # fmt: skip
     return values
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -96,58 +97,80 @@ def row_probabilities(
     """
     if not groups:
         return
-    rows = torch.cat([group.rows for group in groups]).to(q.device)
-    q_rows = _gather_rows(q, rows, context)
-    largest = q_rows.new_full(q_rows.shape[:2], float("-inf"))  # [H, all rows]
-    total = q_rows.new_zeros(q_rows.shape[:2])
-    bounds = [0]
-    for group in groups:
-        bounds.append(bounds[-1] + group.rows.numel())
-    slices = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    for group, part in zip(groups, slices, strict=True):
-        scores, _ = _scores(q_rows[:, part], k, group, context, scale)
+    gathered = gather_rows(q, groups, context)
+    largest = gathered.q.new_full(gathered.q.shape[:2], float("-inf"))  # [H, all rows]
+    total = gathered.q.new_zeros(gathered.q.shape[:2])
+    for group, part in zip(groups, gathered.parts, strict=True):
+        scores, _ = row_scores(gathered, part, k, group, context, scale)
         if scores.numel():
             largest[:, part] = scores.amax((-2, -1))
-            total[:, part] = (scores - _finite(largest[:, part])[..., None, None]).exp().sum((-2, -1))
-    local_largest = largest.clone()
-    largest = context.axes.ring_max(largest)
-    if not torch.isfinite(largest).all():
-        raise SparseRingError(NOT_FINITE)
-    total *= (local_largest - largest).exp()
-    lse = largest + context.axes.ring_sum(total).log()
-    for group, part in zip(groups, slices, strict=True):
-        scores, key_blocks = _scores(q_rows[:, part], k, group, context, scale)
+            total[:, part] = (scores - finite(largest[:, part])[..., None, None]).exp().sum((-2, -1))
+    largest, share = ring_largest(largest, context)
+    lse = largest + context.axes.ring_sum(total.mul_(share)).log()
+    for group, part in zip(groups, gathered.parts, strict=True):
+        scores, key_blocks = row_scores(gathered, part, k, group, context, scale)
         p = (scores - lse[:, part, None, None]).exp()
-        yield RowProbabilities(group.segment, group.rows.to(q.device), key_blocks, p)
+        yield RowProbabilities(group.segment, gathered.tokens[part], key_blocks, p)
 
 
-def _gather_rows(q: Tensor, rows: Tensor, context: SequenceContext) -> Tensor:
-    """Query rows by global token, the same on all ranks: ``[H, rows, D]`` in the accumulator's dtype."""
-    local, held = context.layout.locate(rows, context.rank)
-    out = q.new_zeros(q.shape[0], rows.numel(), q.shape[2], dtype=accumulator_dtype(q.dtype))
-    out[:, held] = q[:, local[held]].to(out.dtype)
-    return context.axes.ring_sum(out)
+@dataclass(frozen=True)
+class GatheredRows:
+    """Query rows of several groups, the same on all ranks.
+
+    Attributes:
+        q: ``[H, all rows, D]`` in the accumulator's dtype. tokens: ``[all rows]`` global tokens, on the device.
+        parts: where the rows of each group are.
+    """
+
+    q: Tensor
+    tokens: Tensor
+    parts: tuple[slice, ...]
 
 
-def _scores(q_rows: Tensor, k: Tensor, group: RowGroup, context: SequenceContext, scale: float) -> tuple[Tensor, Tensor]:
+def gather_rows(q: Tensor, groups: Sequence[RowGroup], context: SequenceContext) -> GatheredRows:
+    """Query rows by global token, from the ranks that hold them. Collective over the ring."""
+    ends = list(accumulate(group.rows.numel() for group in groups))
+    parts = tuple(slice(end - group.rows.numel(), end) for group, end in zip(groups, ends, strict=True))
+    tokens = torch.cat([group.rows for group in groups]).to(q.device, non_blocking=True)
+    local, held = context.layout.locate(tokens, context.rank)
+    out = torch.where(held[:, None], q.index_select(1, local), 0).to(accumulator_dtype(q.dtype))
+    return GatheredRows(context.axes.ring_sum(out), tokens, parts)
+
+
+def row_scores(
+    gathered: GatheredRows, part: slice, k: Tensor, group: RowGroup, context: SequenceContext, scale: float
+) -> tuple[Tensor, Tensor]:
     """Scaled scores ``[H, r, b, T]`` of a group against this rank's key blocks of its document, and those blocks ``[b]``."""
-    segment = context.segments[group.segment]
-    blocks = context.layout.block_ids(context.rank).to(k.device)
-    local = ((blocks >= segment.document_begin) & (blocks < segment.end)).nonzero().flatten()
-    local = local[blocks[local].argsort()]
-    keys = k.unflatten(1, (-1, BLOCK))[:, local].flatten(1, 2).to(q_rows.dtype)  # [K, b * T, D]
+    segment, q_rows, tokens = context.segments[group.segment], gathered.q[:, part], gathered.tokens[part]
+    blocks = context.layout.block_ids(context.rank)  # ascending in every layout: the keys are a run of them
+    # only blocks from the first row's own on hold keys after any of the rows
+    marks = torch.tensor([segment.document_begin, segment.end, int(group.rows[0]) // BLOCK])
+    low, high, late = torch.searchsorted(blocks, marks).tolist()
+    key_blocks = blocks[low:high].to(k.device, non_blocking=True)
+    keys = k[:, low * BLOCK : high * BLOCK].to(q_rows.dtype)  # [K, b * T, D]
     heads, rows, _ = q_rows.shape
     scores = (q_rows.reshape(k.shape[0], -1, q_rows.shape[2]) * scale) @ keys.mT  # [K, H / K * r, b * T]
-    scores = scores.view(heads, rows, local.numel(), BLOCK)
-    key_blocks, query_rows = blocks[local], group.rows.to(k.device)
-    late = key_blocks >= query_rows[0] // BLOCK  # only these hold keys after any of the rows
-    key_tokens = key_blocks[late, None] * BLOCK + torch.arange(BLOCK, device=k.device)
-    future = key_tokens[None] > query_rows[:, None, None]
-    scores[:, :, late] = scores[:, :, late].masked_fill(future, float("-inf"))
+    scores = scores.view(heads, rows, high - low, BLOCK)
+    first_late = max(late - low, 0)
+    key_tokens = key_blocks[first_late:, None] * BLOCK + torch.arange(BLOCK, device=k.device)
+    scores[:, :, first_late:].masked_fill_(key_tokens > tokens[:, None, None], float("-inf"))
     return scores, key_blocks
 
 
-def _finite(x: Tensor) -> Tensor:
+def ring_largest(largest: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+    """Largest scores of rows over the ring, and by what sums of exponentials relative to this rank's are multiplied. Collective.
+
+    Raises:
+        SparseRingError: a score is NaN or infinite.
+    """
+    whole = context.axes.ring_max(largest.clone())
+    if not torch.isfinite(whole).all():
+        raise SparseRingError(NOT_FINITE)
+    return whole, (largest - whole).exp()
+
+
+def finite(x: Tensor) -> Tensor:
+    """0 for minus infinity: what the largest of no scores may be subtracted as."""
     return torch.where(torch.isneginf(x), torch.zeros_like(x), x)
 
 

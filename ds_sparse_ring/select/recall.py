@@ -6,21 +6,61 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.context import SequenceContext
-from ds_sparse_ring.index import Index, mask, segment_of_blocks
+from ds_sparse_ring.index import Index, VerticalSlash, segment_of_blocks
 from ds_sparse_ring.layout import BLOCK
-from ds_sparse_ring.select.probe import RowGroup, pattern_mean, probe_groups, row_probabilities
+from ds_sparse_ring.select.probe import RowGroup, finite, gather_rows, pattern_mean, probe_groups, ring_largest, row_scores
 
 
 @torch.no_grad()
 def kept_mass(q: Tensor, k: Tensor, index: Index, groups: list[RowGroup], context: SequenceContext, *, scale: float) -> Tensor:
-    """Mass that the index keeps for each row of ``groups``, mean over a pattern's heads: ``[P, rows]``. Collective."""
-    kept = []
-    for probe in row_probabilities(q, k, groups, context, scale):
-        p = pattern_mean(probe.p, index.heads_per_pattern).flatten(2)  # [P, r, b * T]
-        keys = probe.key_tokens.flatten()
-        visible = torch.stack([mask(index, h * index.heads_per_pattern, probe.rows, keys) for h in range(index.patterns)])
-        kept.append((p * visible).sum(-1))
-    return context.axes.ring_sum(torch.cat(kept, 1))
+    """Mass that the index keeps for each row of ``groups``, mean over a pattern's heads: ``[P, rows]``. Collective.
+
+    Every score is computed once: the sum of all exponentials, and of those that the index keeps, are reduced over the ring.
+
+    Raises:
+        SparseRingError: a score is NaN or infinite.
+    """
+    gathered = gather_rows(q, groups, context)
+    largest = gathered.q.new_full(gathered.q.shape[:2], float("-inf"))  # [H, all rows]
+    sums = gathered.q.new_zeros(2, *gathered.q.shape[:2])  # all, kept
+    for group, part in zip(groups, gathered.parts, strict=True):
+        scores, key_blocks = row_scores(gathered, part, k, group, context, scale)
+        if scores.numel():
+            largest[:, part] = scores.amax((-2, -1))
+            exponentials = scores.sub_(finite(largest[:, part])[..., None, None]).exp_()
+            sums[:, :, part] = _sums(exponentials, index, group.segment, gathered.tokens[part] // BLOCK, key_blocks)
+    _, share = ring_largest(largest, context)
+    total, kept = context.axes.ring_sum(sums.mul_(share))
+    return pattern_mean(kept / total, index.heads_per_pattern)
+
+
+def _sums(exponentials: Tensor, index: Index, segment: int, row_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+    """Sums over all keys, and over those that the index keeps, of ``[H, r, b, T]`` (overwritten): ``[2, H, r]``."""
+    whole, single = _visible(index, segment, row_blocks, key_blocks)
+    by_pattern = exponentials.unflatten(0, (index.patterns, index.heads_per_pattern))
+    blocks = by_pattern.sum(-1)  # [P, heads, r, b]
+    total = blocks.sum(-1)
+    columns = by_pattern.mul_(single[:, None, None]).sum(-1)
+    columns.masked_fill_(key_blocks >= row_blocks[:, None], 0)
+    return torch.stack([total, torch.where(whole[:, None], blocks, columns).sum(-1)]).flatten(1, 2)
+
+
+def _visible(index: Index, segment: int, row_blocks: Tensor, key_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Key blocks that rows of a segment read in whole, bool ``[P, r, b]``, and which keys are columns, bool ``[P, b, T]``.
+
+    What lies in the future may be among them: its probability is 0.
+    """
+    if isinstance(index, VerticalSlash):
+        diagonals, columns = index.tables(segment)
+        whole = diagonals[:, (row_blocks[:, None] - key_blocks).clamp(min=0)]
+        return whole, columns.unflatten(1, (-1, BLOCK))[:, key_blocks - index.segments[segment].document_begin]
+    listed = []
+    for pattern in range(index.patterns):
+        target, counts = index.key_blocks(segment, pattern, row_blocks)
+        beyond = index.segments[-1].end
+        table = torch.zeros(row_blocks.numel(), beyond + 1, dtype=torch.bool, device=target.device)
+        listed.append(table.scatter_(1, torch.where(counts, target, beyond), True)[:, key_blocks])
+    return torch.stack(listed), table.new_zeros(index.patterns, key_blocks.numel(), BLOCK)
 
 
 def estimated_recall(q: Tensor, k: Tensor, index: Index, context: SequenceContext, *, scale: float) -> Tensor:
@@ -36,13 +76,11 @@ def true_recall(q: Tensor, k: Tensor, index: Index, context: SequenceContext, *,
         (pattern, query) pairs; ``mean``: over all.
     """
     kept = kept_mass(q, k, index, sampled_groups(context, rows), context, scale=scale)
-    thirds = torch.tensor_split(kept, 3, dim=1)
-    flat = kept.flatten().sort().values
-    worst = flat[: max(1, flat.numel() // 20)]
-    names = ("early", "middle", "late")
     # fewer than three rows leave a third empty: the mean stands in, since every report must have the same keys
-    out = {n: float(part.mean() if part.numel() else kept.mean()) for n, part in zip(names, thirds, strict=True)}
-    return out | {"worst": float(worst.mean()), "mean": float(kept.mean())}
+    thirds = [part if part.numel() else kept for part in torch.tensor_split(kept, 3, dim=1)]
+    worst = kept.flatten().sort().values[: max(1, kept.numel() // 20)]
+    means = torch.stack([part.mean() for part in (*thirds, worst, kept)]).tolist()  # the host waits once
+    return dict(zip(("early", "middle", "late", "worst", "mean"), means, strict=True))
 
 
 def sampled_groups(context: SequenceContext, rows: int) -> list[RowGroup]:

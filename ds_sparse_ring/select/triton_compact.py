@@ -244,13 +244,14 @@ def fill_columns_kernel(
     groups,
     chunks,
     key_blocks,
-    values,  # int64 [columns]: tokens, ascending within each row
+    values,  # int64 [room]: tokens, ascending within each row
+    room,
     P,
     SLOT: tl.constexpr,
     SIZE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Write the tokens whose bits are set, in order. Grid: chunks * P."""
+    """Write the tokens whose bits are set, in order, as many as there is room for. Grid: chunks * P."""
     pid = tl.program_id(0).to(tl.int64)
     c = pid // P
     g, slot, wanted = _run(chunks, groups, c, pid % P, P, SLOT, SIZE, False)
@@ -263,8 +264,8 @@ def fill_columns_kernel(
             place = tl.load(before + slot + block, mask=block < last, other=0)
             token = tl.load(key_blocks + block, mask=block < last, other=0)[:, None] * 64 + j[None, :]
             one = ((word[:, None] >> j[None, :].to(tl.int64)) & 1).to(tl.int32)
-            rank = tl.cumsum(one, 1) - one
-            tl.store(values + place[:, None] + rank, token, mask=one > 0)
+            at = place[:, None] + tl.cumsum(one, 1) - one
+            tl.store(values + at, token, mask=(one > 0) & (at < room))
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import SparseRingConfig
@@ -88,6 +89,17 @@ def global_qkv(
     shapes = [(heads, tokens, head_size), (kv_heads, tokens, head_size), (kv_heads, tokens, head_size)]
     q, k, v = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     return q, k, v
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operators that make the host wait for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"), name
+        if name in ("index", "index_put_"):
+            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), "boolean indexing waits"
+        return func(*args, **(kwargs or {}))
 
 
 def check_dense(

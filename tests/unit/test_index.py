@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import BlockLists, FullIndex, VerticalSlash, causal_cost, cost, density, mask
+from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, causal_cost, cost, density, mask, span_pairs
+from ds_sparse_ring.layout import BlockMap, LayoutKind
 
-from .reference import dense_mask, packed_batch, random_block_lists, random_index
+from .reference import NoWaiting, dense_mask, packed_batch, random_block_lists, random_index
 
 lengths_strategy = st.lists(st.integers(1, 400), min_size=1, max_size=3)
 
@@ -55,6 +56,34 @@ def test_cost_counts_the_masks_entries(lengths: list[int], seed: int, low: int, 
     high = min(low + size, blocks)
     keys = slice(low * 64, max(low, high) * 64)
     assert torch.equal(cost(index, torch.arange(blocks), (low, max(low, high))), per_block[..., keys].sum(-1))
+
+
+@pytest.mark.parametrize("kind", ["striped", "contiguous", "zigzag"])
+@given(lengths_strategy, st.integers(1, 4), st.sampled_from([64, 128, None]), st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_pairs_of_spans_are_the_sums_of_cost(
+    kind: LayoutKind, lengths: list[int], ranks: int, segment_tokens: int | None, seed: int
+) -> None:
+    sequence = shard_batch(packed_batch(lengths), kind=kind, ranks=ranks, rank=0, segment_tokens=segment_tokens)["sparse_ring"]
+    indices: list[Index] = [
+        random_index(sequence, 3, 2, columns=40, diagonals=6, seed=seed),
+        random_index(sequence, 1, 1, columns=0, diagonals=0, seed=seed),
+        random_block_lists(sequence, 2, 2, share=0.3, seed=seed),
+        FullIndex(sequence.segments, 2),
+    ]
+    for index in indices:
+        for rank in range(ranks):
+            for span in sequence.layout.spans(rank):
+                blocks = span.map.to_global(torch.arange(span.blocks))
+                assert torch.equal(span_pairs(index, span.map, span.blocks), cost(index, blocks).sum(1))
+
+
+def test_pairs_are_counted_without_waiting_for_the_device() -> None:
+    sequence = _sequence([400, 90])
+    index = random_index(sequence, 3, 2, columns=9, diagonals=4)
+    span_pairs(index, BlockMap(1, 0), 8)  # makes the table of segments
+    with NoWaiting():
+        span_pairs(index, BlockMap(3, 1), 2)
 
 
 @given(lengths_strategy, st.integers(1, 4))

@@ -18,6 +18,7 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, VerticalSlash
 from ds_sparse_ring.select import select_index
+from ds_sparse_ring.select.probe import probe_groups
 from tests.common import DistributedTest
 
 from .reference import bound, dense_mask, global_qkv, masked_attention
@@ -141,6 +142,29 @@ class TestRing(DistributedTest):
         assert report["imbalance"] == pytest.approx(float(areas.max() / areas.mean()))
         assert report["density"] == 1.0 and report["recall"] == 1.0
         assert ring.meter.pop() == {}
+
+    @pytest.mark.parametrize("layout", ["striped", "contiguous", "zigzag"])
+    def test_density_recall_and_work_are_those_of_the_mask(self, layout: str) -> None:
+        selector = {"kind": "price", "price": 2e-3}
+        ring, sequence, context = bound(
+            [500, 70], layout=layout, segment_tokens=128, heads_per_pattern=2, local_blocks=1, selector=selector
+        )
+        ring.meter.active = True
+        q, k, _ = global_qkv(sequence, 4, 2, 16)
+        q, k = q + 1, 2 * k
+        mine = _shard(q, sequence), _shard(k, sequence), _shard(k, sequence)
+        sparse_ring_attention(*mine, context, layer=0, scale=0.25)
+        index = select_index(mine[0][0], mine[1][0], context, scale=0.25)
+        visible = dense_mask(index, 4, q.shape[1])
+        full = dense_mask(FullIndex(sequence.segments, 4), 4, q.shape[1])
+        p = ((q @ k.repeat_interleave(2, 0).mT) * 0.25).masked_fill(~full, float("-inf")).softmax(-1)
+        kept = (p * visible).sum(-1)
+        rows = torch.cat([group.rows for group in probe_groups(context.segments, context.config)])
+        pairs = torch.stack([visible[:, sequence.layout.token_ids(rank)].sum() for rank in range(3)]).double()
+        report = ring.meter.pop()
+        assert report["recall"] == pytest.approx(float(kept[:, rows].mean())) and report["recall"] < 0.99
+        assert report["density"] == pytest.approx(float(visible.sum() / full.sum()))
+        assert report["imbalance"] == pytest.approx(float(pairs.max() / pairs.mean()))
 
     def test_a_degree_that_does_not_divide_the_world_is_refused(self) -> None:
         with pytest.raises(SparseRingError, match=r"degree.* 2 .*divide"):

@@ -8,11 +8,12 @@ import torch
 from ds_sparse_ring.config import FixedSelector, FullSelector, PriceSelector, TopPSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import FullIndex, VerticalSlash, density
+from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, density
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
+from ds_sparse_ring.select.probe import probe_groups
 from ds_sparse_ring.select.recall import kept_mass, sampled_groups
 
-from .reference import bound, dense_mask, global_qkv
+from .reference import bound, dense_mask, global_qkv, random_block_lists, random_index
 
 SCALE = 0.25
 
@@ -123,6 +124,24 @@ def test_recall_is_the_dense_probability_that_the_mask_keeps() -> None:
     summary = true_recall(q, k, index, context, scale=SCALE, rows=50)
     assert summary["mean"] == pytest.approx(float(expected.mean()))
     assert summary["worst"] <= summary["mean"]
+
+
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "full"])
+def test_recall_of_any_index_is_what_its_mask_keeps(kind: str) -> None:
+    _, sequence, context = bound([300, 70, 200], segment_tokens=128, heads_per_pattern=2)
+    q, k, _ = _peaked(sequence, 6, 2)
+    index: Index
+    if kind == "vertical_slash":
+        index = random_index(sequence, 3, 2, columns=40, diagonals=4)
+    else:
+        lists = random_block_lists(sequence, 3, 2, share=0.3)
+        index = lists if kind == "block_lists" else FullIndex(sequence.segments, 3, 2)
+    full = dense_mask(FullIndex(sequence.segments, 6), 6, q.shape[1])
+    kept = (_dense_probabilities(q, k, full) * dense_mask(index, 6, q.shape[1])).sum(-1)
+    groups = probe_groups(context.segments, context.config)
+    expected = kept[:, torch.cat([group.rows for group in groups])].unflatten(0, (3, 2)).mean(1)
+    torch.testing.assert_close(kept_mass(q, k, index, groups, context, scale=SCALE), expected)
+    assert kind == "full" or expected.min() < 0.9, "something must be missing"
 
 
 @pytest.mark.parametrize("p", [0.3, 0.9, 1.0])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import PriceSelector
@@ -25,7 +24,7 @@ from ds_sparse_ring.select.price import _block_diagonal_mass, _take_out_forced
 from ds_sparse_ring.select.probe import pattern_mean, probe_groups, row_probabilities, target_segment
 from tests.common import DistributedTest, rank_device
 
-from .reference import bound, global_qkv
+from .reference import NoWaiting, bound, global_qkv
 
 triton = pytest.importorskip("triton")
 
@@ -201,6 +200,32 @@ def test_masses_are_held_for_a_few_groups_and_patterns_at_a_time(monkeypatch: py
     assert isinstance(whole, VerticalSlash) and isinstance(parts, VerticalSlash) and parts.equal(whole)
 
 
+@pytest.mark.parametrize("selector", [PRICE, TOP_P], ids=lambda s: s["kind"])
+def test_more_columns_than_there_is_room_for_are_all_in_the_index(
+    selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, sequence, context = bound([230, 90], segment_tokens=128, selector=selector)
+    q, k = _planted(sequence, 2, 1)
+    whole = select_index(q, k, context, scale=SCALE, method="triton")
+    assert isinstance(whole, VerticalSlash)
+    for values in (whole.diagonal_values, whole.column_values):
+        assert values.untyped_storage().nbytes() == values.numel() * 8, "an index must not keep larger buffers alive"
+    rooms, fill = [], fast._filled
+
+    def counted(probe, words, before, room):
+        filled = fill(probe, words, before, room)
+        rooms.append(room)
+        if room == 7:  # beyond the room nothing is written: the first ones are, and they are right
+            assert torch.equal(filled, whole.column_values[:7])
+        return filled
+
+    monkeypatch.setattr(fast, "_ROOM", 7)
+    monkeypatch.setattr(fast, "_filled", counted)
+    index = select_index(q, k, context, scale=SCALE, method="triton")
+    assert isinstance(index, VerticalSlash) and index.equal(whole)
+    assert rooms == [7, whole.column_values.numel()]
+
+
 @pytest.mark.parametrize("bounded_blocks", [0, 1024])
 def test_one_huge_key_is_the_column(bounded_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "_BOUNDED_BLOCKS", bounded_blocks)  # 0: sums relative to the other blocks overflow
@@ -223,30 +248,24 @@ def test_scores_that_are_not_finite_are_refused_and_padding_may_hold_anything(ba
         _check(q, k, context)
 
 
-class _NoWaiting(TorchDispatchMode):
-    """Refuses operators that make the host wait for the device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"), name
-        if name in ("index", "index_put_"):
-            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), "boolean indexing waits"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("selector", [PRICE, TOP_P], ids=lambda s: s["kind"])
 def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, sequence, context = bound([130], segment_tokens=64, selector=selector)
     q, k = _planted(sequence, 2, 1)
     select_index(q, k, context, scale=SCALE, method="triton")  # makes the tables
-    waits, tolist = [], torch.Tensor.tolist
+    waits, tolist, fill = [], torch.Tensor.tolist, fast._filled
+
+    def early(*args):
+        assert not waits, "what is launched behind the wait leaves the device idle"
+        return fill(*args)
 
     def counted(self):
         waits.append(self.numel() * self.element_size())
         return tolist(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    with _NoWaiting():
+    monkeypatch.setattr(fast, "_filled", early)
+    with NoWaiting():
         select_index(q, k, context, scale=SCALE, method="triton")
     assert len(waits) == 1 and waits[0] <= 4096
 
