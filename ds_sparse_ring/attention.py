@@ -91,16 +91,16 @@ class _SparseRingAttention(torch.autograd.Function):
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
             slot.put(_Kept(index, o.detach(), lse, columns) if everything else _Kept(index))
         ctx.context, ctx.index, ctx.scale = context, index, scale
-        # no columns: an empty tensor, so that the number of saved tensors never depends on the data
-        column_kv = torch.stack([columns.k, columns.v]) if columns is not None else q.new_empty(0)
-        ctx.save_for_backward(q, k, v, o, lse, column_kv)
+        # no columns: empty tensors, so that the number of saved tensors never depends on the data
+        column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
+        ctx.save_for_backward(q, k, v, o, lse, *column_kv)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, column_kv = ctx.saved_tensors
-        columns = ColumnKV(column_kv[0], column_kv[1]) if column_kv.numel() else None
+        q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
+        columns = ColumnKV(column_k, column_v) if column_k.numel() else None
         with torch.autocast(q.device.type, enabled=False), ctx.context.meter.timed("attention"):
             dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

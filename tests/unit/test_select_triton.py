@@ -253,7 +253,8 @@ def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: py
     _, sequence, context = bound([130], segment_tokens=64, selector=selector)
     q, k = _planted(sequence, 2, 1)
     select_index(q, k, context, scale=SCALE, method="triton")  # makes the tables
-    waits, tolist, fill = [], torch.Tensor.tolist, fast._filled
+    waits: list[int] = []
+    tolist, fill = torch.Tensor.tolist, fast._filled
 
     def early(*args):
         assert not waits, "what is launched behind the wait leaves the device idle"
