@@ -28,6 +28,7 @@ from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_row
 from ds_sparse_ring.plan import Transfer, ring_plan
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
+from ds_sparse_ring.ulysses import to_heads, to_tokens
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class _SparseRingAttention(torch.autograd.Function):
         scale: float,
         slot: Slot[_Kept] | None,
     ) -> Tensor:
+        heads = q.shape[0], k.shape[0]
+        q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
         kept = slot.take() if slot is not None else None
         index = kept.index if kept is not None else _select(q, k, context, layer, scale)
         if kept is not None and kept.o is not None and kept.lse is not None:
@@ -90,11 +93,11 @@ class _SparseRingAttention(torch.autograd.Function):
             everything = context.config.checkpoint == "output"
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
             slot.put(_Kept(index, o.detach(), lse, columns) if everything else _Kept(index))
-        ctx.context, ctx.index, ctx.scale = context, index, scale
+        ctx.context, ctx.index, ctx.scale, ctx.heads = context, index, scale, heads
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
-        return o
+        return to_tokens(o, context.axes, heads[0])
 
     @staticmethod
     @once_differentiable
@@ -102,8 +105,12 @@ class _SparseRingAttention(torch.autograd.Function):
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         columns = ColumnKV(column_k, column_v) if column_k.numel() else None
         with torch.autocast(q.device.type, enabled=False), ctx.context.meter.timed("attention"):
-            dq, dk, dv = ring_backward(q, k, v, o, lse, grads[0], ctx.index, columns, ctx.context, ctx.scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+            axes, (heads, kv_heads) = ctx.context.axes, ctx.heads
+            do = to_heads(grads[0], axes)
+            gradients = ring_backward(q, k, v, o, lse, do, ctx.index, columns, ctx.context, ctx.scale)
+            counts = (heads, kv_heads, kv_heads)
+            dq, dk, dv = (to_tokens(x, axes, count).to(q.dtype) for x, count in zip(gradients, counts, strict=True))
+        return dq, dk, dv, None, None, None, None
 
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
@@ -122,13 +129,24 @@ def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer:
     local_pairs = by_span.sum(0) * context.config.heads_per_pattern
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)
+        ones = _of_all_heads(ones, context)
         context.meter.record(layer, ones, ones, float(local_pairs.sum()))
         return
     recall = estimated_recall(q, k, index, context, scale=scale).double()
     shares, recall, pairs = torch.stack([density(index), recall, local_pairs.double()]).cpu()  # the host waits once for all
+    shares, recall = (_of_all_heads(x, context) for x in (shares, recall))
     rows = context.config.true_recall_rows
     measured = true_recall(q, k, index, context, scale=scale, rows=rows) if rows else None
     context.meter.record(layer, shares, recall, float(pairs.sum()), measured)
+
+
+def _of_all_heads(mine: Tensor, context: SequenceContext) -> Tensor:
+    """Values of this rank's patterns ``[P]`` among those of its Ulysses group, so that the mean over ranks is right for all."""
+    size, patterns = context.axes.ulysses_size, mine.numel()
+    first = context.axes.ulysses_rank * patterns
+    out = mine.new_zeros(size * patterns)
+    out[first : first + patterns] = size * mine
+    return out
 
 
 def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext) -> ColumnKV | None:

@@ -1,13 +1,14 @@
 """Process groups and the few verbs that attention communicates with.
 
-``world = data axis x ring axis``. Ranks of a ring are consecutive, so that a ring of a node's size stays inside the node, and so
-are those of an inner ring. All ranks of a ring call the same verbs in the same order; transfers of keys and of gradients carry
-their own tags, and those between nodes run in groups of their own, so that they do not queue behind those within.
+``world = data axis x sequence axis``, and the sequence axis is ``ring x Ulysses``. Ranks that share a sequence are consecutive,
+and among them those of a Ulysses group, which exchange heads for tokens all at once; then come those of an inner ring. All
+ranks of a group call the same verbs in the same order; transfers of keys and of gradients carry their own tags, and those
+between nodes run in groups of their own, so that they do not queue behind those within.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,46 +19,71 @@ from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import Transfer
 
-TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD = 1, 2, 3, 4
+TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The two axes and this process's place on them. Groups are None for an axis of size 1.
+    """The axes and this process's place on them. Groups are None for an axis of size 1.
 
-    ``inner_size``: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
+    Attributes:
+        sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
+        inner_size: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
     """
 
     world_size: int
     rank: int
-    ring_size: int
+    sequence_size: int
+    ulysses_size: int = 1
+    sequence_group: Any = None
     ring_group: Any = None
+    ulysses_group: Any = None
     data_group: Any = None
     inner_size: int | None = None
     inner_group: Any = None
     outer_group: Any = None
 
     @property
+    def sequence_rank(self) -> int:
+        """Place on the sequence axis."""
+        return self.rank % self.sequence_size
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of the ring."""
+        return self.sequence_size // self.ulysses_size
+
+    @property
     def ring_rank(self) -> int:
-        """Place on the ring axis."""
-        return self.rank % self.ring_size
+        """Place in the ring."""
+        return self.sequence_rank // self.ulysses_size
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Place in the Ulysses group."""
+        return self.sequence_rank % self.ulysses_size
+
+    @property
+    def layout_rank(self) -> int:
+        """Whose part of the striped layout this process holds: a Ulysses group together has every ring_size-th block."""
+        return self.ring_rank + self.ulysses_rank * self.ring_size
 
     @property
     def data_size(self) -> int:
-        """Rings that work on different sequences."""
-        return self.world_size // self.ring_size
+        """Sequences that are worked on at once."""
+        return self.world_size // self.sequence_size
 
     @property
     def data_rank(self) -> int:
         """Place on the data axis."""
-        return self.rank // self.ring_size
+        return self.rank // self.sequence_size
 
     @classmethod
     def create(cls, config: SparseRingConfig) -> Axes:
-        """Build the groups for the configuration's degree; every rank of the world calls it.
+        """Build the groups for the configuration's degrees; every rank of the world calls it.
 
         Raises:
-            SparseRingError: the degree does not divide the world.
+            SparseRingError: the degrees do not divide the world.
         """
         if not dist.is_initialized():
             if config.degree not in (None, 1):
@@ -67,30 +93,27 @@ class Axes:
                 )
             config.check_degree(1)
             return cls(1, 0, 1)
-        world, rank = dist.get_world_size(), dist.get_rank()
-        ring = config.check_degree(world)
-        ring_group = data_group = None
-        for first in range(0, world, ring):  # every rank creates every group, in the same order
-            group = dist.new_group(list(range(first, first + ring))) if ring > 1 else None
-            ring_group = group if first <= rank < first + ring else ring_group
-        for offset in range(ring):
-            group = dist.new_group(list(range(offset, world, ring))) if ring < world else None
-            data_group = group if rank % ring == offset else data_group
-        axes = cls(world, rank, ring, ring_group, data_group)
-        return axes if config.inner_degree is None else axes._with_inner_rings(config.inner_degree)
-
-    def _with_inner_rings(self, size: int) -> Axes:
-        """Groups within inner rings of ``size`` ranks, and of counterparts in the inner rings of a ring."""
-        inner_group = outer_group = None
-        for first in range(0, self.world_size, self.ring_size):
-            for node in range(first, first + self.ring_size, size):
-                group = dist.new_group(list(range(node, node + size)))
-                inner_group = group if node <= self.rank < node + size else inner_group
-            for place in range(first, first + size):
-                members = list(range(place, first + self.ring_size, size))
-                group = dist.new_group(members)
-                outer_group = group if self.rank in members else outer_group
-        return replace(self, inner_size=size, inner_group=inner_group, outer_group=outer_group)
+        world, rank, ulysses, inner = dist.get_world_size(), dist.get_rank(), config.ulysses_degree, config.inner_degree
+        size = config.check_degree(world)
+        sequences = [list(range(first, first + size)) for first in range(0, world, size)]
+        rings = [members[place::ulysses] for members in sequences for place in range(ulysses)]
+        within = [members[at : at + ulysses] for members in sequences for at in range(0, size, ulysses)]
+        hierarchical = inner is not None
+        nodes = [ring[at : at + inner] for ring in rings for at in range(0, len(ring), inner)] if inner is not None else []
+        across = [ring[place::inner] for ring in rings for place in range(inner)] if inner is not None else []
+        return cls(
+            world,
+            rank,
+            size,
+            ulysses,
+            sequence_group=_own_group(sequences, rank),
+            ring_group=_own_group(rings, rank),
+            ulysses_group=_own_group(within, rank),
+            data_group=_own_group([list(range(place, world, size)) for place in range(size)], rank),
+            inner_size=inner,
+            inner_group=_own_group(nodes, rank) if hierarchical else None,
+            outer_group=_own_group(across, rank) if hierarchical else None,
+        )
 
     def world_totals(self, values: list[float]) -> list[float]:
         """Sums of host numbers over all ranks."""
@@ -128,6 +151,34 @@ class Axes:
         dist.all_gather(parts, x.contiguous(), group=self.ring_group)
         return parts
 
+    def sequence_gather(self, x: Tensor) -> list[Tensor]:
+        """Tensors of one shape and dtype from all ranks that share a sequence, in the order of the layout."""
+        if self.sequence_size == 1:
+            return [x]
+        parts = [torch.empty_like(x) for _ in range(self.sequence_size)]
+        dist.all_gather(parts, x.contiguous(), group=self.sequence_group)
+        return [parts[ring * self.ulysses_size + place] for place in range(self.ulysses_size) for ring in range(self.ring_size)]
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Within the Ulysses group: ``x[i]`` goes to rank i, and ``out[i]`` comes from it. ``[ulysses_size, ...]``."""
+        if self.ulysses_size == 1:
+            return x
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        if dist.get_backend(self.ulysses_group) == "nccl":
+            dist.all_to_all_single(out, x, group=self.ulysses_group)
+            return out
+        out[self.ulysses_rank] = x[self.ulysses_rank]
+        first = self.rank - self.ulysses_rank
+        peers = [i for i in range(self.ulysses_size) if i != self.ulysses_rank]
+        operations = [
+            dist.P2POp(operation, buffer[i], first + i, self.ulysses_group, TAG_ULYSSES)
+            for i in peers
+            for operation, buffer in ((dist.isend, x), (dist.irecv, out))
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return out
+
     def ring_gather_rows(self, x: Tensor) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ."""
         if self.ring_size == 1:
@@ -142,13 +193,13 @@ class Axes:
         if transfer is None:
             return Exchange(None, [], x)
         received = torch.empty_like(x)
-        first = self.rank - self.ring_rank
+        first, step = self.rank - self.ring_rank * self.ulysses_size, self.ulysses_size
         group = self.ring_group
         if self.inner_size is not None:
             group = self.inner_group if transfer.level == "inner" else self.outer_group
         operations = [
-            dist.P2POp(dist.isend, x, first + transfer.send_to, group, tag),
-            dist.P2POp(dist.irecv, received, first + transfer.receive_from, group, tag),
+            dist.P2POp(dist.isend, x, first + transfer.send_to * step, group, tag),
+            dist.P2POp(dist.irecv, received, first + transfer.receive_from * step, group, tag),
         ]
         return Exchange(received, dist.batch_isend_irecv(operations), x)
 
@@ -166,3 +217,12 @@ class Exchange:
             self._works.pop().wait()
         self._sent.clear()
         return self._result
+
+
+def _own_group(groups: list[list[int]], rank: int) -> Any:
+    """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in."""
+    own = None
+    for members in groups:
+        group = dist.new_group(members) if len(members) > 1 else None
+        own = group if rank in members else own
+    return own

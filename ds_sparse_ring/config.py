@@ -98,6 +98,9 @@ class SparseRingConfig(_Strict):
     degree: int | None = Field(default=None, ge=1)
     """Ranks that share one sequence; null is all ranks. Must divide the number of ranks."""
 
+    ulysses_degree: int = Field(default=1, ge=1)
+    """Neighbouring ranks that exchange heads for tokens all at once (Ulysses); the ring runs over degree / ulysses_degree."""
+
     inner_degree: int | None = Field(default=None, ge=1)
     """Ranks of an inner ring, usually those of a node: a hierarchical ring; null is one flat ring. Must divide the degree."""
 
@@ -158,6 +161,8 @@ class SparseRingConfig(_Strict):
                 f"segment_tokens = {self.segment_tokens} is not a multiple of {BLOCK_TOKENS}: "
                 f"use {below} or {below + BLOCK_TOKENS}"
             )
+        if self.ulysses_degree > 1 and self.layout != "striped":
+            raise ValueError(f'ulysses_degree = {self.ulysses_degree} needs layout = "striped", not "{self.layout}"')
         if self.probe == "previous" and self.segment_tokens is None:
             raise ValueError(
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
@@ -189,16 +194,23 @@ class SparseRingConfig(_Strict):
         Raises:
             SparseRingError: if the degree does not divide the number of ranks, or the inner degree not the degree.
         """
-        ring = self._ring_size(world_size)
+        size = self._sequence_size(world_size)
+        if size % self.ulysses_degree:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            raise SparseRingError(
+                f"{self.SECTION}.ulysses_degree = {self.ulysses_degree} does not divide the {size} ranks that share a sequence: "
+                f"use {_one_of(divisors)}"
+            )
+        ring = size // self.ulysses_degree
         if self.inner_degree is not None and ring % self.inner_degree:
             divisors = [n for n in range(1, ring + 1) if ring % n == 0]
             raise SparseRingError(
                 f"{self.SECTION}.inner_degree = {self.inner_degree} does not divide the {ring} ranks of a ring: "
                 f"use {_one_of(divisors)}, or null for one flat ring"
             )
-        return ring
+        return size
 
-    def _ring_size(self, world_size: int) -> int:
+    def _sequence_size(self, world_size: int) -> int:
         if self.degree is None:
             return world_size
         if world_size % self.degree:
@@ -223,6 +235,16 @@ class SparseRingConfig(_Strict):
                 "grouped-query attention needs a whole number of query heads per KV head"
             )
         group = num_q_heads // num_kv_heads
+        if num_q_heads % self.ulysses_degree or (num_kv_heads % self.ulysses_degree and self.ulysses_degree % num_kv_heads):
+            usable = [
+                n for n in range(1, num_q_heads + 1) if num_q_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+            ]
+            raise SparseRingError(
+                f"{self.SECTION}.ulysses_degree = {self.ulysses_degree} does not share out {num_q_heads} query and "
+                f"{num_kv_heads} KV heads: use {_one_of(usable)}"
+            )
+        if self.ulysses_degree > num_kv_heads:
+            group = num_q_heads // self.ulysses_degree  # each rank has a part of a group
         if group % self.heads_per_pattern:
             divisors = [n for n in range(1, group + 1) if group % n == 0]
             raise SparseRingError(

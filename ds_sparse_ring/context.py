@@ -20,7 +20,8 @@ class SequenceContext:
     """A sequence bound to the running job.
 
     Attributes:
-        layout, segments: where the sequence's blocks are and how its queries are grouped.
+        layout, segments: where the sequence's blocks are in the ring (a Ulysses group counts as one rank of it), and how its
+            queries are grouped.
         selector: what chooses the index for this micro-batch (the configured one, or the full index during warm-up).
         meter: where layers report density, recall and work.
     """
@@ -44,7 +45,7 @@ class SequenceContext:
         Args:
             q: ``[1, H, n, D]``; k, v: ``[1, K, n, D]``.
         """
-        tokens, q_shape, k_shape = self.layout.local_tokens, tuple(q.shape), tuple(k.shape)
+        tokens, q_shape, k_shape = self.layout.local_tokens // self.axes.ulysses_size, tuple(q.shape), tuple(k.shape)
         if q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
             raise SparseRingError(
                 f"attention: queries {q_shape} and keys {k_shape} do not fit this sequence, whose shard is [1, heads, {tokens}, "

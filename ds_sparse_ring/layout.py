@@ -116,6 +116,18 @@ class Layout:
             per_rank += per_rank % 2
         return cls(kind, ranks, per_rank)
 
+    def over_groups(self, size: int) -> Layout:
+        """The striped layout over groups of ``size`` ranks: group g holds the blocks of ranks g, g + ranks / size, ... in order.
+
+        Raises:
+            SparseRingError: another kind of layout, or groups that do not fill it.
+        """
+        if size == 1:
+            return self
+        if self.kind != "striped" or self.ranks % size:
+            raise SparseRingError(f"layout: groups of {size} ranks need a striped layout that they fill, not {self}")
+        return Layout(self.kind, self.ranks // size, self.blocks_per_rank * size)
+
     @property
     def blocks(self) -> int:
         """Blocks of the whole sequence, padding included."""

@@ -117,7 +117,7 @@ class Meter:
     def _imbalance(self, work: float) -> float:
         per_rank = [0.0] * self._axes.world_size
         per_rank[self._axes.rank] = work
-        ring = self._axes.ring_size
+        ring = self._axes.sequence_size
         totals = self._axes.world_totals(per_rank)
         rings = [totals[first : first + ring] for first in range(0, len(totals), ring)]
         return max(max(r) * ring / sum(r) if sum(r) > 0 else 1.0 for r in rings)

@@ -66,7 +66,7 @@ class SparseRing:
         return ShardingCollator(inner, self._sharder())
 
     def _sharder(self) -> Sharder:
-        return Sharder(self.config.layout, self.axes.ring_size, self.axes.ring_rank, self.config.segment_tokens)
+        return Sharder(self.config.layout, self.axes.sequence_size, self.axes.layout_rank, self.config.segment_tokens)
 
     def count_targets(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Valid targets of local batches, summed over batches and all ranks: int64 scalar. Collective over the world."""
@@ -77,7 +77,7 @@ class SparseRing:
 
     def gather(self, x: Tensor, sequence: Sequence) -> Tensor:
         """``[1, n, ...]`` of every rank of the ring -> ``[B, S, ...]`` of the original batch. Collective over the ring."""
-        parts = self.axes.ring_gather(x[0].contiguous())
+        parts = self.axes.sequence_gather(x[0].contiguous())
         return sequence.restore(sequence.layout.unshard(parts))
 
     def bind(self, sequence: Sequence) -> SequenceContext:
@@ -87,14 +87,14 @@ class SparseRing:
             SparseRingError: the batch was sharded for another ring, rank or layout.
         """
         layout = sequence.layout
-        expected = (self.config.layout, self.axes.ring_size, self.axes.ring_rank)
+        expected = (self.config.layout, self.axes.sequence_size, self.axes.layout_rank)
         if (layout.kind, layout.ranks, sequence.rank) != expected:
             raise SparseRingError(
                 f"batch: it was sharded as (layout, ranks, rank) = {(layout.kind, layout.ranks, sequence.rank)}, this ring is "
                 f"{expected}: shard it with the collator of the ring that the model is attached to"
             )
         return SequenceContext(
-            layout=layout,
+            layout=layout.over_groups(self.axes.ulysses_size),
             segments=sequence.segments,
             axes=self.axes,
             config=self.config,

@@ -227,7 +227,7 @@ class Pretraining:
         loss_sum, targets = axes.world_sum(sums.clone()).tolist()
         metrics = self.ring.meter.pop()
         seconds = max(seconds - metrics.get("report_s", 0.0), 1e-9)  # what measuring costs is not part of training
-        tokens_of_all = float(axes.world_sum(torch.tensor(float(tokens), device=self.device))) / axes.ring_size
+        tokens_of_all = float(axes.world_sum(torch.tensor(float(tokens), device=self.device))) / axes.sequence_size
         line = {
             "step": step,
             "loss": loss_sum / max(targets, 1),

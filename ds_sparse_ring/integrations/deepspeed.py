@@ -149,16 +149,18 @@ class Setup:
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
         config, axes = self.ring.config, self.ring.axes
-        one = axes.ring_size == 1
-        ring_ranks = "a sequence per rank" if one else f"{axes.ring_size} consecutive ranks share a sequence"
+        one = axes.sequence_size == 1
+        ring_ranks = "a sequence per rank" if one else f"{axes.sequence_size} consecutive ranks share a sequence"
         if axes.inner_size is not None:
             ring_ranks += f", in inner rings of {axes.inner_size}"
+        if axes.ulysses_size > 1:
+            ring_ranks += f"; groups of {axes.ulysses_size} exchange heads for tokens"
         sequences = self.micro_batch * self.accumulation * axes.data_size
         segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
         kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"
         full_index = f"full index for the first {config.dense_warmup_steps} steps" if config.dense_warmup_steps else ""
         return [
-            ("ranks", f"{axes.world_size} = data axis {axes.data_size} x ring axis {axes.ring_size}; {ring_ranks}"),
+            ("ranks", f"{axes.world_size} = data axis {axes.data_size} x sequence axis {axes.sequence_size}; {ring_ranks}"),
             ("layout", f"{config.layout}, blocks of 64 tokens"),
             ("selector", ", ".join(filter(None, (describe_selector(config.selector), full_index)))),
             ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
@@ -177,7 +179,7 @@ class Setup:
             (
                 "DeepSpeed's train_batch_size",
                 f"{self.micro_batch * self.accumulation * axes.world_size}"
-                + ("" if one else f": it counts every rank, so each sequence {axes.ring_size} times"),
+                + ("" if one else f": it counts every rank, so each sequence {axes.sequence_size} times"),
             ),
         ]
 

@@ -140,7 +140,7 @@ class SparseRingMixin(_Base):
         return SequentialSampler(eval_dataset)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return super().get_total_train_batch_size(args) // self.ring.axes.ring_size
+        return super().get_total_train_batch_size(args) // self.ring.axes.sequence_size
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
@@ -148,7 +148,7 @@ class SparseRingMixin(_Base):
 
     def _over_data_axis(self, value: float) -> int:
         total = self.ring.axes.world_sum(torch.tensor(value, dtype=torch.float64, device=self.args.device))
-        return round(float(total) / self.ring.axes.ring_size)
+        return round(float(total) / self.ring.axes.sequence_size)
 
     # ---- training
 

@@ -146,10 +146,10 @@ def check_same_batch(sequence: Sequence, axes: Axes, device: torch.device) -> No
     Raises:
         SparseRingError: on all ranks of the ring, if they differ.
     """
-    digests = axes.ring_gather(torch.tensor(sequence.digest, device=device))
+    digests = axes.sequence_gather(torch.tensor(sequence.digest, device=device))
     if any(int(digest) != sequence.digest for digest in digests):
         raise SparseRingError(
-            f"the {axes.ring_size} ranks of a ring drew different batches, but they share each sequence: seed "
+            f"the {axes.sequence_size} ranks of a ring drew different batches, but they share each sequence: seed "
             "shuffling and augmentation by the data axis (axes.data_rank), not by the rank, and do not split the "
             "dataset by rank"
         )

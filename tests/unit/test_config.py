@@ -31,6 +31,7 @@ def read(section: Any, **others: Any) -> SparseRingConfig:
 def test_the_defaults_are_the_documented_ones() -> None:
     assert json.loads(read({}).model_dump_json()) == {
         "degree": None,
+        "ulysses_degree": 1,
         "inner_degree": None,
         "layout": "striped",
         "backend": "auto",
@@ -207,6 +208,24 @@ def test_the_degree_divides_the_ranks(degree: int | None, world_size: int, resol
 def test_a_degree_that_does_not_divide_is_refused_with_the_divisors(degree: int, world_size: int, way_out: str) -> None:
     with pytest.raises(SparseRingError, match=f"degree = {degree} does not divide the {world_size} ranks.*{way_out}"):
         SparseRingConfig(degree=degree).check_degree(world_size)
+
+
+def test_a_ulysses_degree_divides_the_ranks_and_the_heads() -> None:
+    assert SparseRingConfig(ulysses_degree=2, inner_degree=2).check_degree(8) == 8
+    with pytest.raises(SparseRingError, match="ulysses_degree = 4 does not divide the 6 ranks that share a sequence: use 1, 2"):
+        SparseRingConfig(ulysses_degree=4).check_degree(6)
+    with pytest.raises(SparseRingError, match="inner_degree = 4 does not divide the 2 ranks of a ring"):
+        SparseRingConfig(ulysses_degree=2, inner_degree=4).check_degree(4)
+    for degree in (1, 2, 4, 8, 16):
+        SparseRingConfig(ulysses_degree=degree).check_heads(16, 2)
+    with pytest.raises(
+        SparseRingError, match="ulysses_degree = 3 does not share out 16 query and 2 KV heads: use 1, 2, 4, 8 or 16"
+    ):
+        SparseRingConfig(ulysses_degree=3).check_heads(16, 2)
+    with pytest.raises(SparseRingError, match="heads_per_pattern = 8 does not divide the 4 query heads"):
+        SparseRingConfig(ulysses_degree=4, heads_per_pattern=8).check_heads(16, 2)
+    with pytest.raises(SparseRingError, match='ulysses_degree = 2 needs layout = "striped", not "zigzag"'):
+        SparseRingConfig(ulysses_degree=2, layout="zigzag")
 
 
 def test_an_inner_degree_divides_the_ring() -> None:

@@ -95,7 +95,8 @@ class Run:
 
     def reference_ring(self) -> SparseRing | None:
         """For a sparse index, the ring of one rank that chooses it. Every rank calls this."""
-        return None if self.selector == "full" else single_ring(self.selector, **self.ring_values)
+        values = {key: x for key, x in self.ring_values.items() if key not in ("ulysses_degree", "inner_degree")}
+        return None if self.selector == "full" else single_ring(self.selector, **values)
 
 
 def check_against_one_process(run: Run, clip: float = 0.0) -> None:
@@ -159,6 +160,15 @@ class TestGradientsEqualOneProcess(DistributedTest):
         degree = degree_for(accumulation)
         run = Run(ZERO[zero], selector, degree=degree, accumulation=accumulation, checkpointing=checkpointing)
         check_against_one_process(run)
+
+
+class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("zero", ["zero2_reduce_scatter", "zero3_reduce_scatter"])
+    @pytest.mark.parametrize("plan", [{"ulysses_degree": 2}, {"ulysses_degree": 4}, {"inner_degree": 2}])
+    def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str) -> None:
+        check_against_one_process(Run(ZERO[zero], "price", checkpointing=True, rows=[PADDED], **plan))
 
 
 class TestWhatElseMustNotChangeGradients(DistributedTest):

@@ -19,6 +19,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, VerticalSlash
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.select.probe import probe_groups
+from ds_sparse_ring.ulysses import to_heads
 from tests.common import DistributedTest
 
 from .reference import bound, dense_mask, global_qkv, masked_attention
@@ -42,14 +43,25 @@ def _attend(q, k, v, do, sequence: Sequence, context: SequenceContext, scale: fl
     return [o.detach()[0], *(grad[0] for grad in torch.autograd.grad(o, (q, k, v), _shard(do, sequence)))]
 
 
+def _of_all_heads(mask: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The masks of all heads of a sequence that all ranks share: a Ulysses group has them one after the other."""
+    if axes.ulysses_size == 1:
+        return mask
+    masks: list[Any] = [None] * axes.world_size
+    dist.all_gather_object(masks, mask)
+    return torch.cat(masks[: axes.ulysses_size])
+
+
 def _check_against_dense(lengths: list[int], heads: int, kv_heads: int, **config: Any) -> None:
     _, sequence, context = bound(lengths, **config)
     q, k, v = global_qkv(sequence, heads, kv_heads, 16)
     do, scale = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)), 0.25
-    index = select_index(_shard(q, sequence)[0], _shard(k, sequence)[0], context, scale=scale)
+    mine = [to_heads(_shard(x, sequence)[0], context.axes) for x in (q, k)]
+    index = select_index(mine[0], mine[1], context, scale=scale)
+    visible = _of_all_heads(dense_mask(index, mine[0].shape[0], q.shape[1]), context.axes)
     got = _attend(q, k, v, do, sequence, context, scale)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o = masked_attention(q, k, v, dense_mask(index, heads, q.shape[1]), scale)
+    o = masked_attention(q, k, v, visible, scale)
     for mine, whole in zip(got, [o.detach(), *torch.autograd.grad(o, (q, k, v), do)], strict=True):
         torch.testing.assert_close(mine, _shard(whole, sequence)[0], rtol=1e-10, atol=1e-11)
 
@@ -70,6 +82,20 @@ class TestRingParity(DistributedTest):
             if world % inner == 0:
                 for layout in ("striped", "zigzag"):
                     _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, inner_degree=inner)
+
+    @pytest.mark.world_size([2, 4, 6])
+    def test_ulysses_groups_beside_and_inside_rings(self) -> None:
+        world = dist.get_world_size()
+        for size in (2, world):
+            for heads, kv_heads in ((12, 12), (12, 1), (12, 2)):
+                if kv_heads % size and size % kv_heads:
+                    continue
+                shared = heads // max(size, kv_heads)
+                for selector in (SELECTORS[0], SELECTORS[3]):
+                    _check_against_dense([130, 1, 433], heads, kv_heads, segment_tokens=128, selector=selector,
+                                         ulysses_degree=size, heads_per_pattern=shared)  # fmt: skip
+        if world == 4:
+            _check_against_dense([700], 4, 2, ulysses_degree=2, inner_degree=1)
 
     def test_documents_shared_patterns_and_a_strictly_causal_probe(self) -> None:
         for probe in ("own", "previous"):
