@@ -125,6 +125,27 @@ def config(
         console.print(f"{world} ranks = {world // degree} sequences at once x {degree} ranks that share each")
 
 
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Option(help='A DeepSpeed JSON file with a section "sparse_ring".')] = None,
+    model: Annotated[str, typer.Option(help="A named shape, or a folder with config.json.")] = "qwen2.5-3b",
+    seq: Annotated[str, typer.Option(help="Tokens of a sequence; K and M are 1024 and 1024 * 1024.")] = "128K",
+    world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 8,
+    hardware: Annotated[str, typer.Option(help="A profile by name, or a JSON file of one.")] = "h200",
+    density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
+    columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
+    timeline: Annotated[Path | None, typer.Option(help="Chrome trace of the best schedule's backward pass of one layer.")] = None,
+) -> None:
+    """Simulate a training step for every schedule that the ranks and heads allow, and name the fastest."""
+    from ds_sparse_ring.plan_report import print_plan
+
+    try:
+        print_plan(config, model, seq, world, hardware, density, columns, timeline)
+    except SparseRingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def _section_table(section: BaseModel, title: str) -> Table:
     from rich.table import Table
 

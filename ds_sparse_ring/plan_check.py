@@ -6,14 +6,14 @@ ended or none can go on. What a transfer carries is a shard's number, and for gr
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout
-from ds_sparse_ring.plan import RingPlan, Transfer, ring_plan
+from ds_sparse_ring.plan import Hop, RingPlan, Transfer, ring_plan
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def check_plans(layout: Layout, inner: int | None = None) -> PlanReport:
     """
     plans = [ring_plan(layout, rank, inner) for rank in range(layout.ranks)]
     _check_coverage(layout, plans)
-    return PlanReport(_run(plans, backward=False), _run(plans, backward=True))
+    return PlanReport(_report(plans, backward=False), _report(plans, backward=True))
 
 
 def _check_coverage(layout: Layout, plans: list[RingPlan]) -> None:
@@ -65,7 +65,7 @@ def _check_coverage(layout: Layout, plans: list[RingPlan]) -> None:
 
 
 @dataclass(frozen=True)
-class _Cargo:
+class Cargo:
     """A buffer with a shard of keys and values, or with its gradient, in which ``parts``, a bitmask of ranks, are summed."""
 
     buffer: int
@@ -74,36 +74,36 @@ class _Cargo:
 
 
 @dataclass
-class _Exchange:
+class PostedTransfer:
     """A transfer that a rank has posted, as `comm.Exchange`."""
 
     step: tuple[str, int]
     transfer: Transfer | None
-    sent: _Cargo
-    received: _Cargo | None = None
+    sent: Cargo
+    received: Cargo | None = None
 
 
-_Program = Generator[bool, None, None]
+Program = Generator[bool, None, None]
 
 
-class _Rank:
+class RankRun:
     """One rank: what it has posted so far, and what its variables hold."""
 
-    def __init__(self, rank: int, everyone: list[_Rank]) -> None:
+    def __init__(self, rank: int, everyone: Sequence[RankRun]) -> None:
         self.rank, self.everyone = rank, everyone
-        self.posted: dict[tuple[str, int], _Exchange] = {}
+        self.posted: dict[tuple[str, int], PostedTransfer] = {}
         self.sent = {"inner": 0, "outer": 0}
         self.peak = {"kv": 0, "dkv": 0}
         self._variables: dict[str, dict[str, tuple[int, ...]]] = {"kv": {}, "dkv": {}}
         self._buffers = 0
-        self.result: _Cargo | None = None
+        self.result: Cargo | None = None
 
-    def new(self, shard: int, parts: int = 0) -> _Cargo:
+    def new(self, shard: int, parts: int = 0) -> Cargo:
         """A buffer of its own."""
         self._buffers += 1
-        return _Cargo(self._buffers, shard, parts)
+        return Cargo(self._buffers, shard, parts)
 
-    def keep(self, variable: str, *cargo: _Cargo) -> None:
+    def keep(self, variable: str, *cargo: Cargo) -> None:
         """A variable now holds these buffers and no others; its name begins with the kind of what it holds."""
         kind = "dkv" if variable.startswith("dkv") else "kv"
         variables = self._variables[kind]
@@ -111,9 +111,12 @@ class _Rank:
         if sum(map(len, variables.values())) > self.peak[kind]:  # otherwise there is no need to look which are the same
             self.peak[kind] = max(self.peak[kind], len({b for held in variables.values() for b in held}))
 
-    def post(self, variable: str, step: tuple[str, int], transfer: Transfer | None, cargo: _Cargo) -> _Exchange:
+    def compute(self, step: int, hop: Hop) -> None:
+        """The kernel calls of a hop; nothing here."""
+
+    def post(self, variable: str, step: tuple[str, int], transfer: Transfer | None, cargo: Cargo) -> PostedTransfer:
         """`Axes.exchange`."""
-        exchange = self.posted[step] = _Exchange(step, transfer, cargo)
+        exchange = self.posted[step] = PostedTransfer(step, transfer, cargo)
         if transfer is None:
             exchange.received = cargo
         else:
@@ -121,7 +124,7 @@ class _Rank:
             self.keep(variable, cargo, self.new(-1))
         return exchange
 
-    def wait(self, variable: str, exchange: _Exchange) -> Generator[bool, None, _Cargo]:
+    def wait(self, variable: str, exchange: PostedTransfer) -> Generator[bool, None, Cargo]:
         """`Exchange.wait`: yields True while what is to be received has not been sent."""
         if exchange.received is None:
             assert exchange.transfer is not None
@@ -140,10 +143,13 @@ class _Rank:
         return exchange.received
 
 
-def _run(plans: list[RingPlan], *, backward: bool) -> PassReport:
-    ranks: list[_Rank] = []
-    ranks.extend(_Rank(rank, ranks) for rank in range(len(plans)))
-    programs = [_steps(plan, state, backward) for plan, state in zip(plans, ranks, strict=True)]
+def run_plans(plans: list[RingPlan], ranks: Sequence[RankRun], *, backward: bool) -> None:
+    """Run the programs of all ranks until each has ended.
+
+    Raises:
+        SparseRingError: see `check_plans`.
+    """
+    programs = [plan_steps(plan, state, backward) for plan, state in zip(plans, ranks, strict=True)]
     left, posted = list(range(len(plans))), -1
     while left:
         # each rank goes on until it has to wait
@@ -151,11 +157,16 @@ def _run(plans: list[RingPlan], *, backward: bool) -> PassReport:
         before, posted = posted, sum(len(state.posted) for state in ranks)
         if left and posted == before:
             raise SparseRingError(f"plan: deadlock: ranks {left} wait for transfers that no one posts")
-    if backward:
-        everyone = (1 << len(plans)) - 1
-        for rank, state in enumerate(ranks):
-            if state.result is None or (state.result.shard, state.result.parts) != (rank, everyone):
-                raise SparseRingError(f"plan: rank {rank} ends with gradient {state.result}, not with its own whole one")
+    everyone = (1 << len(plans)) - 1
+    for rank, state in enumerate(ranks):
+        if backward and (state.result is None or (state.result.shard, state.result.parts) != (rank, everyone)):
+            raise SparseRingError(f"plan: rank {rank} ends with gradient {state.result}, not with its own whole one")
+
+
+def _report(plans: list[RingPlan], *, backward: bool) -> PassReport:
+    ranks: list[RankRun] = []
+    ranks.extend(RankRun(rank, ranks) for rank in range(len(plans)))
+    run_plans(plans, ranks, backward=backward)
     return PassReport(
         max(state.peak["kv"] for state in ranks),
         max(state.peak["dkv"] for state in ranks),
@@ -164,19 +175,20 @@ def _run(plans: list[RingPlan], *, backward: bool) -> PassReport:
     )
 
 
-def _steps(plan: RingPlan, me: _Rank, backward: bool) -> _Program:
+def plan_steps(plan: RingPlan, me: RankRun, backward: bool) -> Program:
     """The loops of `attention.ring_forward` and `attention.ring_backward`; yields False after each hop."""
     kv = me.new(plan.rank)
     me.keep("kv", kv)
     following = me.post("kv following", ("kv_ahead", -1), None, kv)
-    travelling: _Exchange | None = None
-    total: _Exchange | None = None
+    travelling: PostedTransfer | None = None
+    total: PostedTransfer | None = None
     for step, hop in enumerate(plan.hops):
         if hop.kv_ahead is not None:
             following = me.post("kv following", ("kv_ahead", step), hop.kv_ahead, kv)
         arriving = me.post("kv arriving", ("kv", step), hop.kv, kv) if hop.kv is not None else following
         if kv.shard != hop.source:
             raise SparseRingError(f"plan: rank {plan.rank} holds shard {kv.shard} in hop {step}, which is for {hop.source}")
+        me.compute(step, hop)
         if backward:
             dkv = me.new(kv.shard, 1 << plan.rank)
             me.keep("dkv", dkv)
@@ -195,15 +207,15 @@ def _steps(plan: RingPlan, me: _Rank, backward: bool) -> _Program:
 
 
 def _pass_on(
-    me: _Rank, returning: _Exchange, total: _Exchange | None, step: tuple[str, int], transfer: Transfer | None
-) -> Generator[bool, None, _Exchange]:
+    me: RankRun, returning: PostedTransfer, total: PostedTransfer | None, step: tuple[str, int], transfer: Transfer | None
+) -> Generator[bool, None, PostedTransfer]:
     dkv = yield from me.wait("dkv travelling", returning)
     if total is not None:
         dkv = _add(dkv, (yield from me.wait("dkv total", total)))
     return me.post("dkv total", step, transfer, dkv)
 
 
-def _add(a: _Cargo, b: _Cargo) -> _Cargo:
+def _add(a: Cargo, b: Cargo) -> Cargo:
     if a.shard != b.shard or a.parts & b.parts:
         raise SparseRingError(f"plan: gradients of shards {a.shard} and {b.shard} are added, or a rank's part twice")
-    return _Cargo(a.buffer, a.shard, a.parts | b.parts)
+    return Cargo(a.buffer, a.shard, a.parts | b.parts)

@@ -1,0 +1,218 @@
+"""Step time and memory of a training set-up before it is launched, for every schedule that the set-up allows.
+
+Attention is simulated from the plans (`simulate`); everything else is FLOPs over a rate, and bytes. What ZeRO sends is left
+out: it overlaps with long sequences. Times in ms, sizes in bytes, of one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from ds_sparse_ring.config import FullSelector, SparseRingConfig
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.hardware import Hardware
+from ds_sparse_ring.layout import BLOCK, Layout
+from ds_sparse_ring.plan_check import PlanReport, check_plans
+from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
+
+_BF16, _FP32 = 2, 4
+_OPTIMIZER_BYTES = 12  # fp32 weights and two moments of Adam
+
+
+class ModelShape(BaseModel):
+    """The sizes of a decoder, by the names of Transformers' configurations."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrix products of all layers."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        per_layer = self.hidden_size * (heads * self.head_size + 3 * self.intermediate_size)
+        return self.num_hidden_layers * per_layer
+
+    @property
+    def parameters(self) -> int:
+        """All, embeddings included."""
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+
+def _shape(width: int, inner: int, layers: int, heads: int, kv_heads: int, words: int, tied: bool = False) -> ModelShape:
+    return ModelShape(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 152064),
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256),
+    "qwen2.5-32b": _shape(5120, 27648, 64, 40, 8, 152064),
+    "llama-3.1-70b": _shape(8192, 28672, 80, 64, 8, 128256),
+}
+
+
+def load_shape(name: str) -> ModelShape:
+    """A named shape, or that of a folder with ``config.json``.
+
+    Raises:
+        SparseRingError: neither.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        raise SparseRingError(f"model: {name!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
+    return ModelShape(**json.loads(file.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained on what.
+
+    Attributes:
+        tokens: of a sequence. world: GPUs. density: active share of the causal pairs (1 for the full index); columns: share of
+            all causal pairs that are columns. zero_stage: 0 to 3. loss_tile: tokens whose logits exist at once.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    config: SparseRingConfig
+    tokens: int
+    world: int
+    density: float
+    columns: float
+    zero_stage: int = 3
+    loss_tile: int = 4096
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One schedule of a job: times of one step (ms) and bytes of one rank."""
+
+    ulysses: int
+    inner: int | None
+    forward: PassTime
+    backward: PassTime
+    index_ms: float
+    exchange_ms: float
+    rest_ms: float
+    layers: int
+    memory: float
+    report: PlanReport
+
+    @property
+    def attention_ms(self) -> float:
+        """Of all layers, both passes, heads exchanged and index chosen."""
+        return self.layers * (self.forward.total + self.backward.total + self.index_ms + self.exchange_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Of a step of one sequence per data rank."""
+        return self.attention_ms + self.rest_ms
+
+    @property
+    def exposed(self) -> float:
+        """Share of attention's time that ranks wait for transfers or exchange heads."""
+        waiting = self.forward.exposed + self.backward.exposed + self.exchange_ms
+        return self.layers * waiting / self.attention_ms
+
+
+def schedules(job: Job) -> list[tuple[int, int | None]]:
+    """(Ulysses degree, inner degree) that the job's ranks and heads allow: flat rings, and inner rings of a node."""
+    size = job.config.check_degree(job.world)
+    found: list[tuple[int, int | None]] = []
+    for ulysses in (n for n in range(1, size + 1) if size % n == 0 and n <= job.hardware.node_ranks):
+        try:
+            job.config.model_copy(update={"ulysses_degree": ulysses}).check_heads(
+                job.model.num_attention_heads, job.model.num_key_value_heads
+            )
+        except SparseRingError:
+            continue
+        ring, within = size // ulysses, job.hardware.node_ranks // ulysses
+        found.append((ulysses, None))
+        if 1 < within < ring and ring % within == 0:
+            found.append((ulysses, within))
+    return found
+
+
+def estimate(job: Job, ulysses: int, inner: int | None) -> Estimate:
+    """One schedule.
+
+    Raises:
+        SparseRingError: heads or ranks that do not divide, naming what would.
+    """
+    model, hardware = job.model, job.hardware
+    config = SparseRingConfig(**{**job.config.model_dump(), "ulysses_degree": ulysses, "inner_degree": inner})
+    size = config.check_degree(job.world)
+    config.check_heads(model.num_attention_heads, model.num_key_value_heads)
+    layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK)).over_groups(ulysses)
+    heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
+    shard = 2 * kv_heads * layout.local_tokens * model.head_size
+    full = isinstance(config.selector, FullSelector)
+    rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
+
+    def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
+        pair_ms = flops * model.head_size * heads / rate / 1e9
+        work = Work(pair_ms, job.density, job.columns, _BF16 * shard, _FP32 * shard)
+        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward)
+
+    forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
+    report = check_plans(layout, inner)
+    local = layout.local_tokens // ulysses
+    return Estimate(
+        ulysses,
+        inner,
+        forward,
+        backward,
+        index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),
+        exchange_ms=_exchange_ms(job, ulysses, local),
+        rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
+        layers=model.num_hidden_layers,
+        memory=_memory(job, local, _BF16 * shard, report),
+        report=report,
+    )
+
+
+def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
+    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v again in the replay."""
+    if ulysses == 1:
+        return 0.0
+    model = job.model
+    kv_heads = max(model.num_key_value_heads, ulysses)
+    qkv = (model.num_attention_heads + 2 * kv_heads) * local * model.head_size * _BF16
+    o = model.num_attention_heads * local * model.head_size * _BF16
+    sent = (2 * (qkv + o) + qkv + 2 * o) * (ulysses - 1) / ulysses
+    return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+
+
+def _memory(job: Job, local: int, kv_bytes: float, report: PlanReport) -> float:
+    """Weights, gradients and optimizer as ZeRO divides them; kept layer inputs and attention outputs; one layer at work."""
+    model, world, stage = job.model, job.world, job.zero_stage
+    weights, gradients, optimizer = (world if stage >= least else 1 for least in (3, 2, 1))
+    states = _BF16 / weights + _BF16 / gradients + _OPTIMIZER_BYTES / optimizer
+    attention = model.num_attention_heads * model.head_size
+    kept = model.num_hidden_layers * local * (model.hidden_size + attention) * _BF16
+    layer = local * (6 * model.hidden_size + 3 * attention + 7 * model.intermediate_size) * _BF16
+    buffers = report.backward.kv_buffers * kv_bytes + report.backward.gradient_buffers * 2 * kv_bytes
+    logits = min(local, job.loss_tile) * model.vocab_size * (_BF16 + 2 * _FP32)
+    return states * model.parameters + kept + layer + buffers + logits

@@ -1,0 +1,112 @@
+"""What a machine can do, as the simulator needs it: rates and links. Profiles by name, or from a JSON file of the same fields.
+
+``source`` says where the numbers come from. Only those of ``h200`` were measured with this package (docs/measurements.md).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ds_sparse_ring.errors import SparseRingError
+
+
+class Hardware(BaseModel):
+    """One kind of GPU and the machine around it. Rates in TFLOP/s of one GPU, links in GB/s one way, times in ms."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    source: str
+    node_ranks: int
+    """GPUs of a node."""
+    memory_gib: float
+    peak: float
+    """bf16, as the maker states it; for MFU."""
+    dense_forward: float
+    dense_backward: float
+    """Dense causal attention, per active entry (4 D and 10 D)."""
+    sparse_forward: float
+    sparse_backward: float
+    """This package's kernels, likewise."""
+    rest: float
+    """Everything but attention in a training step, on the FLOPs that it executes (recomputation included)."""
+    inner_gb_s: float
+    outer_gb_s: float
+    """Link of one GPU to another one of its node, and of another node."""
+    latency_ms: float
+    """Of one transfer."""
+    index_share: float
+    """Time for choosing the index over that of the sparse attention of one layer, both passes."""
+
+
+_A100: dict[str, Any] = {
+    "source": "assumed: FlashAttention 2 as published, sparse kernels at a like share of the peak",
+    "node_ranks": 8,
+    "peak": 312,
+    "dense_forward": 190,
+    "dense_backward": 165,
+    "sparse_forward": 90,
+    "sparse_backward": 90,
+    "rest": 170,
+    "inner_gb_s": 200,
+    "outer_gb_s": 22,
+    "latency_ms": 0.08,
+    "index_share": 0.05,
+}
+_H200: dict[str, Any] = {
+    "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
+    "node_ranks": 8,
+    "peak": 989,
+    "dense_forward": 690,
+    "dense_backward": 617,
+    "sparse_forward": 328,
+    "sparse_backward": 337,
+    "rest": 463,
+    "inner_gb_s": 300,
+    "outer_gb_s": 45,
+    "latency_ms": 0.08,
+    "index_share": 0.043,
+}
+_CPU: dict[str, Any] = {
+    "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",
+    "node_ranks": 64,
+    "peak": 0.2,
+    "dense_forward": 0.13,
+    "dense_backward": 0.13,
+    "sparse_forward": 0.17,
+    "sparse_backward": 0.16,
+    "rest": 0.1,
+    "inner_gb_s": 2,
+    "outer_gb_s": 1,
+    "latency_ms": 0.2,
+    "index_share": 1.0,
+}
+_PROFILES = [
+    Hardware(name="h200", memory_gib=139, **_H200),
+    Hardware(name="h100", memory_gib=79, **{**_H200, "source": "assumed: as h200, which has the same peak"}),
+    Hardware(name="a100-80gb", memory_gib=79, **_A100),
+    Hardware(name="a100-40gb", memory_gib=39, **_A100),
+    Hardware(name="cpu", memory_gib=24, **_CPU),
+]
+
+
+def load_hardware(name: str) -> Hardware:
+    """A profile by name, or from a JSON file.
+
+    Raises:
+        SparseRingError: neither a known name nor a file with these fields.
+    """
+    for profile in _PROFILES:
+        if profile.name == name:
+            return profile
+    if not Path(name).is_file():
+        known = ", ".join(profile.name for profile in _PROFILES)
+        raise SparseRingError(f"hardware: {name!r} is neither a file nor one of {known}")
+    try:
+        return Hardware(**json.loads(Path(name).read_text(encoding="utf-8")))
+    except (ValidationError, json.JSONDecodeError, TypeError) as error:
+        raise SparseRingError(f"hardware: {name}: {error}") from None

@@ -1,0 +1,198 @@
+"""Time of attention over a ring, from the very plans that training runs: a discrete-event run of all ranks' programs.
+
+A rank computes one hop after the other; what it posts goes over its link to another rank of its node, or of another node,
+one transfer at a time, and takes latency + bytes / bandwidth once both sides have posted it. Compute times come from the
+pairs that a hop has and a rate.
+
+Shapes: H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ds_sparse_ring.hardware import Hardware
+from ds_sparse_ring.layout import BLOCK, Layout, Span
+from ds_sparse_ring.plan import Hop, Transfer, ring_plan
+from ds_sparse_ring.plan_check import Cargo, PostedTransfer, RankRun, run_plans
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layer's attention does, with times in ms.
+
+    Attributes:
+        pair_ms: of one (query, key) pair, all heads. density: active share of the causal pairs; columns: share of all causal
+            pairs that are columns, computed with a rank's own keys.
+        kv_bytes: of a shard of keys and values; gradient_bytes: of its gradients.
+    """
+
+    pair_ms: float
+    density: float
+    columns: float
+    kv_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """Transfers between the ranks of a ring; ``ranks_apart``: neighbours in the ring are so many ranks apart (Ulysses)."""
+
+    node_ranks: int
+    inner_gb_s: float
+    outer_gb_s: float
+    latency_ms: float
+    ranks_apart: int = 1
+
+    @classmethod
+    def of(cls, hardware: Hardware, ranks_apart: int = 1) -> Links:
+        """Those of a profile."""
+        h = hardware
+        return cls(h.node_ranks, h.inner_gb_s, h.outer_gb_s, h.latency_ms, ranks_apart)
+
+    def ms(self, a: int, b: int, size_bytes: float) -> float:
+        """Time of a transfer between two ranks of the ring."""
+        inside = a * self.ranks_apart // self.node_ranks == b * self.ranks_apart // self.node_ranks
+        return self.latency_ms + size_bytes / (self.inner_gb_s if inside else self.outer_gb_s) / 1e6
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time on a rank: ``lane`` is "compute", "wait", "send inner" or "send outer"; ms."""
+
+    rank: int
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """One pass of one layer's attention, ms.
+
+    Attributes:
+        total: until the last rank has ended. compute: mean over ranks. exposed: mean time that ranks wait for transfers.
+        imbalance: busiest rank over the mean. hop_imbalance: mean over hops of the slowest rank's compute over the mean rank's.
+    """
+
+    total: float
+    compute: float
+    exposed: float
+    imbalance: float
+    hop_imbalance: float
+    events: tuple[Event, ...]
+
+
+class _TimedRank(RankRun):
+    def __init__(self, rank: int, everyone: Sequence[_TimedRank], run: _Timing) -> None:
+        super().__init__(rank, everyone)
+        self.run, self.clock = run, 0.0
+        self.others = everyone
+        self.posted_at: dict[tuple[str, int], float] = {}
+        self.arrival: dict[tuple[str, int], float] = {}
+        self.link_free = {"inner": 0.0, "outer": 0.0}
+        self.hop_ms: list[float] = []
+        self.waited = 0.0
+
+    def compute(self, step: int, hop: Hop) -> None:
+        ms = self.run.hop_ms(self.rank, hop)
+        self.hop_ms.append(ms)
+        self.run.events.append(Event(self.rank, "compute", f"hop {step}: keys of {hop.source}", self.clock, self.clock + ms))
+        self.clock += ms
+
+    def post(self, variable: str, step: tuple[str, int], transfer: Transfer | None, cargo: Cargo) -> PostedTransfer:
+        self.posted_at[step] = self.clock
+        return super().post(variable, step, transfer, cargo)
+
+    def wait(self, variable: str, exchange: PostedTransfer) -> Generator[bool, None, Cargo]:
+        cargo = yield from super().wait(variable, exchange)
+        if exchange.transfer is not None and exchange.step not in self.arrival:
+            end = self.arrival[exchange.step] = self._arrival(exchange)
+            if end > self.clock:
+                self.run.events.append(Event(self.rank, "wait", exchange.step[0], self.clock, end))
+                self.waited += end - self.clock
+                self.clock = end
+        return cargo
+
+    def _arrival(self, exchange: PostedTransfer) -> float:
+        assert exchange.transfer is not None
+        sender, level = self.others[exchange.transfer.receive_from], exchange.transfer.level
+        both = max(self.posted_at[exchange.step], sender.posted_at[exchange.step], sender.link_free[level])
+        end = both + self.run.links.ms(sender.rank, self.rank, self.run.bytes_of(exchange.step[0]))
+        sender.link_free[level] = end
+        self.run.events.append(Event(sender.rank, f"send {level}", f"{exchange.step[0]} to {self.rank}", both, end))
+        return end
+
+
+@dataclass
+class _Timing:
+    work: Work
+    links: Links
+    events: list[Event]
+
+    def hop_ms(self, rank: int, hop: Hop) -> float:
+        pairs = sum(causal_pairs(q, k) for q, k in hop.work) * (self.work.density - self.work.columns)
+        if hop.source == rank:  # columns are done with a rank's own keys, for all of its queries
+            pairs += self.work.columns * sum(_pairs_before(q) for q, k in hop.work if q == k)
+        return pairs * self.work.pair_ms
+
+    def bytes_of(self, name: str) -> float:
+        return self.work.gradient_bytes if name.startswith("dkv") else self.work.kv_bytes
+
+
+def simulate_pass(layout: Layout, inner: int | None, work: Work, links: Links, *, backward: bool) -> PassTime:
+    """One pass of one layer's attention over a ring."""
+    plans = [ring_plan(layout, rank, inner) for rank in range(layout.ranks)]
+    timing = _Timing(work, links, [])
+    ranks: list[_TimedRank] = []
+    ranks.extend(_TimedRank(rank, ranks, timing) for rank in range(layout.ranks))
+    run_plans(plans, ranks, backward=backward)
+    hops = np.array([rank.hop_ms for rank in ranks])
+    by_rank, by_hop = hops.sum(1), hops.mean(0)
+    worst = hops.max(0)[by_hop > 0] / by_hop[by_hop > 0]
+    return PassTime(
+        total=max(rank.clock for rank in ranks),
+        compute=float(by_rank.mean()),
+        exposed=float(np.mean([rank.waited for rank in ranks])),
+        imbalance=float(by_rank.max() / by_rank.mean()),
+        hop_imbalance=float(worst.mean()),
+        events=tuple(timing.events),
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def causal_pairs(q: Span, k: Span) -> int:
+    """(query, key) pairs of two spans that are not in the future."""
+    rows = q.map.stride * np.arange(q.blocks, dtype=np.int64) + q.map.start
+    counts = ((rows - k.map.start) // k.map.stride + 1).clip(0, k.blocks)
+    own = int(((rows >= k.first) & (rows <= k.last) & ((rows - k.map.start) % k.map.stride == 0)).sum())
+    return int(counts.sum()) * BLOCK * BLOCK - own * BLOCK * (BLOCK - 1) // 2
+
+
+@lru_cache(maxsize=1 << 12)
+def _pairs_before(q: Span) -> int:
+    """Causal pairs of a span's queries with the whole sequence."""
+    rows = q.map.stride * np.arange(q.blocks, dtype=np.int64) + q.map.start
+    return int(rows.sum()) * BLOCK * BLOCK + q.blocks * BLOCK * (BLOCK + 1) // 2
+
+
+def save_trace(events: Sequence[Event], path: Path) -> None:
+    """A Chrome trace (chrome://tracing, Perfetto): a process per rank, a thread per lane."""
+    lanes = {"compute": 0, "wait": 1, "send inner": 2, "send outer": 3}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
+        for rank in sorted({e.rank for e in events})
+        for lane, tid in lanes.items()
+    ]
+    spans = [
+        {"ph": "X", "name": e.name, "pid": e.rank, "tid": lanes[e.lane], "ts": 1e3 * e.begin, "dur": 1e3 * (e.end - e.begin)}
+        for e in events
+    ]
+    path.write_text(json.dumps({"traceEvents": names + spans}), encoding="utf-8")

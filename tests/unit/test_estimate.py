@@ -1,0 +1,83 @@
+"""Estimates of a training step: against measured ones, against what must hold, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_sparse_ring.cli import app
+from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.estimate import SHAPES, Job, estimate, load_shape, schedules
+from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.plan_report import parse_tokens
+
+FULL = SparseRingConfig(selector={"kind": "full"})
+
+
+def _job(world: int, tokens: int = 131072, config: SparseRingConfig = FULL, density: float = 1.0, columns: float = 0.0) -> Job:
+    return Job(SHAPES["qwen2.5-3b"], load_hardware("h200"), config, tokens, world, density, columns, zero_stage=2)
+
+
+def test_a_measured_step_on_one_gpu_is_reproduced() -> None:
+    """docs/measurements.md: 128K tokens, full index by cuDNN (603 and 533 TFLOP/s): 23.0 s, 16.0 s of it attention, 104 GiB."""
+    job = _job(1)
+    cudnn = job.hardware.model_copy(update={"dense_forward": 603, "dense_backward": 533})
+    e = estimate(Job(job.model, cudnn, FULL, job.tokens, 1, 1.0, 0.0, zero_stage=2), 1, None)
+    assert e.attention_ms == pytest.approx(16.0e3, rel=0.1)
+    assert e.step_ms == pytest.approx(23.0e3, rel=0.1)
+    assert e.memory == pytest.approx(104 * 2**30, rel=0.1)
+    assert SHAPES["qwen2.5-3b"].parameters == pytest.approx(3.09e9, rel=0.01)
+
+
+def test_more_ranks_share_the_work_and_the_memory() -> None:
+    one, four = estimate(_job(1), 1, None), estimate(_job(4), 1, None)
+    assert four.step_ms < one.step_ms / 3.5
+    assert four.memory < one.memory / 2
+
+
+def test_schedules_follow_ranks_and_heads() -> None:
+    assert schedules(_job(1)) == [(1, None)]
+    assert schedules(_job(16)) == [(1, None), (1, 8), (2, None), (2, 4), (4, None), (4, 2), (8, None)]
+    assert schedules(_job(3)) == [(1, None)], "16 heads do not divide by 3"
+    shared = SparseRingConfig(heads_per_pattern=8)
+    assert schedules(_job(8, config=shared)) == [(1, None), (2, None)], "a pattern needs its eight heads on one rank"
+
+
+def test_what_cannot_be_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(SparseRingError, match="degree = 5 does not divide the 8 ranks of this run: use 1, 2, 4 or 8"):
+        estimate(_job(8, config=SparseRingConfig(degree=5)), 1, None)
+    with pytest.raises(SparseRingError, match="neither a folder with config.json nor one of qwen2.5-3b"):
+        load_shape("no-such-model")
+    with pytest.raises(SparseRingError, match="neither a file nor one of h200, h100"):
+        load_hardware("tpu")
+    (tmp_path / "mine.json").write_text(json.dumps({"name": "mine"}))
+    with pytest.raises(SparseRingError, match="mine.json"):
+        load_hardware(str(tmp_path / "mine.json"))
+    for text in ("", "K", "-1", "many"):
+        with pytest.raises(SparseRingError, match="no number of tokens"):
+            parse_tokens(text)
+    assert [parse_tokens(text) for text in ("100", "128K", "1.5m")] == [100, 131072, 3 << 19]
+
+
+def test_a_models_folder_and_a_hardware_file_are_read(tmp_path: Path) -> None:
+    shape, hardware = SHAPES["llama-3.1-8b"], load_hardware("h100")
+    (tmp_path / "config.json").write_text(json.dumps({**shape.model_dump(), "model_type": "llama"}))
+    assert load_shape(str(tmp_path)) == shape
+    (tmp_path / "hardware.json").write_text(hardware.model_dump_json())
+    assert load_hardware(str(tmp_path / "hardware.json")) == hardware
+
+
+def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    arguments = ["plan", "--seq", "256K", "--world", "4", "--timeline", str(trace)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("ring of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
+        assert text in result.output
+    assert json.loads(trace.read_text())["traceEvents"]
+    refused = CliRunner().invoke(app, ["plan", "--density", "0.01", "--columns", "0.02"])
+    assert refused.exit_code == 1 and "0 <= columns <= density" in refused.output

@@ -1,0 +1,74 @@
+"""The simulator: published sums, brute force counts, and what must hold for any ring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_sparse_ring.documents import make_segments
+from ds_sparse_ring.index import FullIndex, cost
+from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.simulate import Links, Work, causal_pairs, save_trace, simulate_pass
+
+
+def _uniform(ranks: int, hop_ms: float) -> tuple[Layout, float]:
+    """A striped layout with many blocks, and the time of a pair by which a hop takes ``hop_ms``."""
+    layout = Layout.for_blocks("striped", ranks, 64 * ranks)
+    pairs = sum(causal_pairs(q, k) for q in layout.spans(0) for k in layout.spans(1 % ranks))
+    return layout, hop_ms / pairs
+
+
+@pytest.mark.parametrize(("inner", "expected"), [(8, 19.5), (None, 34.1)])
+def test_mtrainings_published_sums_follow_from_its_inputs(inner: int | None, expected: float) -> None:
+    """MTraining, 32 A100 in 4 nodes: 0.51 ms of compute a hop, transfers of 0.13 ms within a node and 0.98 ms between nodes."""
+    layout, pair_ms = _uniform(32, 0.51)
+    work = Work(pair_ms, density=1.0, columns=0.0, kv_bytes=1e6, gradient_bytes=2e6)
+    links = Links(node_ranks=8, inner_gb_s=1 / 0.13, outer_gb_s=1 / 0.98, latency_ms=0.0)
+    forward = simulate_pass(layout, inner, work, links, backward=False)
+    index_ms, host_ms = 1.13, 2.08
+    assert forward.total + index_ms + host_ms == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["striped", "contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_pairs_are_those_of_the_full_index(kind, ranks: int) -> None:
+    layout = Layout.for_blocks(kind, ranks, 26)
+    index = FullIndex(make_segments([layout.blocks * 64], layout.blocks, None), 1)
+    for rank in range(ranks):
+        counted = sum(causal_pairs(q, k) for source in range(ranks) for q in layout.spans(rank) for k in layout.spans(source))
+        assert counted == int(cost(index, layout.block_ids(rank)).sum())
+
+
+def test_columns_move_work_but_do_not_change_it() -> None:
+    layout, pair_ms = _uniform(4, 1.0)
+    links = Links(8, 100.0, 10.0, 0.0)
+    works = [Work(pair_ms, 0.1, columns, 1e3, 2e3) for columns in (0.0, 0.05)]
+    totals = [simulate_pass(layout, None, work, links, backward=True).compute for work in works]
+    assert totals[0] == pytest.approx(totals[1], rel=1e-9)
+
+
+def test_imbalance_of_layouts_is_what_the_triangle_says() -> None:
+    links = Links(8, 1e6, 1e6, 0.0)
+    found = {}
+    for kind in ("striped", "zigzag", "contiguous"):
+        layout = Layout.for_blocks(kind, 8, 512)
+        found[kind] = simulate_pass(layout, None, Work(1e-9, 1.0, 0.0, 1.0, 1.0), links, backward=False)
+    assert found["striped"].imbalance < 1.02 and found["zigzag"].imbalance < 1.02
+    assert found["contiguous"].imbalance == pytest.approx(2 - 1 / 8, rel=0.02)
+    assert found["striped"].hop_imbalance < 1.02
+
+
+def test_slow_links_are_exposed_and_fast_ones_are_not(tmp_path: Path) -> None:
+    layout, pair_ms = _uniform(4, 1.0)
+    work = Work(pair_ms, 1.0, 0.0, 1e6, 2e6)
+    fast = simulate_pass(layout, None, work, Links(8, 100.0, 1.0, 0.0), backward=False)
+    slow = simulate_pass(layout, None, work, Links(8, 0.1, 1.0, 0.0), backward=False)
+    assert fast.exposed == pytest.approx(0.0, abs=1e-6) and fast.total == pytest.approx(fast.compute, rel=0.05)
+    assert slow.total == pytest.approx(3 * 10 + 1.0, rel=0.05), "three transfers of 10 ms, and the last hop"
+    save_trace(slow.events, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e["dur"] for e in trace if e["ph"] == "X" and e["tid"] == 0) == pytest.approx(4 * slow.compute * 1e3)
+    assert torch.tensor([e["dur"] for e in trace if e["ph"] == "X"]).min() >= 0
