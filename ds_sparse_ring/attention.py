@@ -4,8 +4,8 @@ Forward: choose the index, gather the columns' keys and values, then walk the pl
 Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
 
 The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
-(through a slot of the store) and to the backward pass. There is no collective outside this function, and none in a replay
-that finds a kept output.
+(through a slot of the store) and to the backward pass. There is no collective outside this function, and in a replay that finds
+a kept output only the exchange of heads within a Ulysses group.
 
 Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns of the index over all segments and patterns.
 """
@@ -29,6 +29,9 @@ from ds_sparse_ring.plan import Transfer, ring_plan
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
 from ds_sparse_ring.ulysses import to_heads, to_tokens
+
+_DENSE_DOCUMENTS = 16
+"""Libraries for dense attention are called once for each document; beyond so many, one launch for all of them is faster."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class _SparseRingAttention(torch.autograd.Function):
             with context.meter.timed("attention"):
                 columns = gather_columns(k, v, index, context)
                 o, lse = ring_forward(q, k, v, index, columns, context, scale)
+        if not isinstance(index, FullIndex):
+            index.forget()  # type: ignore[attr-defined]
         if slot is not None and kept is None:
             everything = context.config.checkpoint == "output"
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
@@ -174,7 +179,9 @@ def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> Dens
     """The library for the full index where one rank of GPUs holds the whole sequence; None: the kernel does it."""
     if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name != "triton":
         return None
-    return find_dense(DenseCase.of(q, k))
+    if len(document_rows(index.segments)) > _DENSE_DOCUMENTS:
+        return None
+    return find_dense(DenseCase.of(q, k), deterministic=torch.are_deterministic_algorithms_enabled())
 
 
 def ring_forward(
@@ -288,7 +295,5 @@ def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: Vertical
     """Sum the columns' gradients over the ring once and add them where their keys and values live."""
     total = context.axes.ring_sum(torch.stack([d_columns.k, d_columns.v]))
     row, held, kv_head = _column_places(k, index, context)
-    place = kv_head * dkv.shape[2] + row
-    total.masked_fill_(~held[:, None], 0)
-    for part in range(2):  # columns of different patterns and segments may be one token
-        context.kernel.add_rows(dkv[part].flatten(0, 1), place, total[part])
+    place = torch.where(held, kv_head * dkv.shape[2] + row, -1)
+    context.kernel.add_rows(dkv.flatten(1, 2), place, total)  # columns of different patterns and segments may be one token

@@ -62,6 +62,12 @@ class Sequence:
         """Tokens of the original batch without its padding."""
         return sum(d.end - d.begin for d in self.documents)
 
+    @property
+    def causal_pairs(self) -> int:
+        """(query, key) pairs of dense causal attention inside the documents, whole blocks counted, per head."""
+        blocks = [blocks_of(d.end - d.begin) for d in self.documents]
+        return sum(BLOCK * BLOCK * b * (b - 1) // 2 + b * BLOCK * (BLOCK + 1) // 2 for b in blocks)
+
     def stream_positions(self) -> tuple[Tensor, Tensor]:
         """Flat index ``row * S + column`` of each original token, and its token id in the aligned stream; int64 ``[tokens]``."""
         width = self.shape[1]

@@ -73,7 +73,7 @@ _T = TypeVar("_T")
 
 
 class _Derived:
-    """Tables that kernels make from an index, once, and find again in the replay and in the backward pass."""
+    """Tables that kernels make from an index, once a pass."""
 
     _derived: dict[Any, Any]
 
@@ -83,6 +83,10 @@ class _Derived:
             self._derived[key] = make()
         found: _T = self._derived[key]
         return found
+
+    def forget(self) -> None:
+        """Drop what was derived: it is made again faster than many layers' worth of it is kept until the backward pass."""
+        self._derived.clear()
 
 
 class _NoColumns:

@@ -79,8 +79,9 @@ def run(
     if isinstance(index, VerticalSlash) and d_columns is not None:
         kv_head = index.column_patterns() * index.heads_per_pattern // (q.shape[0] // k.shape[0])
         place = kv_head * dk.shape[1] + index.column_values
-        kernel.add_rows(dk.flatten(0, 1), place, d_columns.k)
-        kernel.add_rows(dv.flatten(0, 1), place, d_columns.v)
+        dkv = torch.stack([dk, dv])
+        kernel.add_rows(dkv.flatten(1, 2), place, torch.stack([d_columns.k, d_columns.v]))
+        dk, dv = dkv
     return o, lse, dq, dk, dv
 
 
@@ -167,7 +168,8 @@ def check_hops(kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: floa
         put(gradients[2], source, chunk, dv)
     if isinstance(index, VerticalSlash) and d_columns is not None:
         place = index.column_patterns() * index.heads_per_pattern // heads * k.shape[1] + index.column_values
-        kernel.add_rows(gradients[1].flatten(0, 1), place, d_columns.k)
-        kernel.add_rows(gradients[2].flatten(0, 1), place, d_columns.v)
+        dkv = torch.stack(gradients[1:])
+        kernel.add_rows(dkv.flatten(1, 2), place, torch.stack([d_columns.k, d_columns.v]))
+        gradients[1:] = dkv.unbind()
     for got, want in zip([o, lse, *gradients], whole, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)

@@ -159,7 +159,7 @@ class Pretraining:
         args, ring = self.args, self.ring
         begin = self.resume() if args.resume else 0
         self.log.write({"event": "start", "step": begin, "steps": args.steps})
-        rate, sums = TokenRate(), torch.zeros(2, dtype=torch.float64, device=self.device)
+        rate, sums, self.causal_pairs = TokenRate(), torch.zeros(2, dtype=torch.float64, device=self.device), 0.0
         for step in range(begin, args.steps):
             log_step = (step + 1) % ring.config.log_steps == 0 or step + 1 == args.steps
             ring.step, ring.meter.active = step, log_step
@@ -169,6 +169,7 @@ class Pretraining:
             learning_rate = self.engine.get_lr()[0]
             sums += self.train_step(batches)
             rate.add(sum(batch["sparse_ring"].tokens for batch in batches))
+            self.causal_pairs += sum(batch["sparse_ring"].causal_pairs for batch in batches)
             if log_step:
                 self.log_training(step + 1, sums, learning_rate, *rate.pop())
                 sums.zero_()
@@ -227,31 +228,35 @@ class Pretraining:
         loss_sum, targets = axes.world_sum(sums.clone()).tolist()
         metrics = self.ring.meter.pop()
         seconds = max(seconds - metrics.get("report_s", 0.0), 1e-9)  # what measuring costs is not part of training
-        tokens_of_all = float(axes.world_sum(torch.tensor(float(tokens), device=self.device))) / axes.sequence_size
+        counts = torch.tensor([float(tokens), float(self.causal_pairs)], dtype=torch.float64, device=self.device)
+        tokens_of_all, pairs = (axes.world_sum(counts) / axes.sequence_size).tolist()
+        self.causal_pairs = 0.0
         line = {
             "step": step,
             "loss": loss_sum / max(targets, 1),
             "grad_norm": None if norm is None else float(norm),  # DeepSpeed has none for stage 0 in fp32
             "learning_rate": learning_rate,
             "tokens_per_s": tokens_of_all / seconds,
-            **self.utilisation(tokens_of_all, seconds, metrics.get("density")),
+            **self.utilisation(tokens_of_all, pairs, seconds, metrics.get("density")),
             **metrics,
         }
         self.log.write(line)
 
-    def utilisation(self, tokens: float, seconds: float, density: float | None) -> dict[str, float]:
-        """Peak memory of this rank, and model FLOPs utilisation by executed and by dense-equivalent attention; on a GPU."""
+    def utilisation(self, tokens: float, causal_pairs: float, seconds: float, density: float | None) -> dict[str, float]:
+        """Peak memory of this rank, and model FLOPs utilisation by executed and by dense-equivalent attention; on a GPU.
+
+        ``causal_pairs`` and ``density`` both count inside documents.
+        """
         if self.device.type != "cuda":
             return {}
         memory = {"peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
         peak, model = peak_flops(), self.engine.module
         if peak is None or density is None:
             return memory
-        causal = tokens * (self.args.sequence_tokens + 1) / 2  # rows are full; documents within them count as one
         per_second = seconds * peak * self.ring.axes.world_size
         flops = {
             name: step_flops(model.config, matrix_parameters(model), int(tokens), pairs)
-            for name, pairs in (("executed", density * causal), ("dense_equivalent", causal))
+            for name, pairs in (("executed", density * causal_pairs), ("dense_equivalent", causal_pairs))
         }
         return memory | {f"mfu_{name}": count / per_second for name, count in flops.items()}
 

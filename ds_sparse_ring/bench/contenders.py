@@ -90,7 +90,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """A backend of this package, called as one hop of a ring: merged into accumulators, with gathered columns."""
+    """A backend of this package, called as on one rank: results are written once; columns are gathered before."""
 
     def __init__(self, name: str, kernel: Kernel, problem: Problem) -> None:
         self.name, self.kernel, self.problem = name, kernel, problem
@@ -144,8 +144,9 @@ class Ours:
 
     def return_columns(self) -> None:
         """Add the columns' gradients where their keys and values live."""
-        for total, part in zip(self.gradients[1:], (self.d_columns.k, self.d_columns.v), strict=True):
-            self.kernel.add_rows(total.flatten(0, 1), self.column_place, part)
+        dkv = torch.stack(self.gradients[1:])
+        self.kernel.add_rows(dkv.flatten(1, 2), self.column_place, torch.stack([self.d_columns.k, self.d_columns.v]))
+        self.gradients[1:] = dkv.unbind()
 
     def visible(self, head: int) -> Tensor:
         return index_mask(self.problem, head)

@@ -53,7 +53,7 @@ def minimal_bytes(index: VerticalSlash, q: Tensor, k: Tensor) -> tuple[float, fl
     """Bytes that the forward and the backward pass cannot avoid: each input once in, each result once out.
 
     Forward: q, k, v, the gathered columns; o, log-sum-exp. Backward: those inputs, do, log-sum-exp, row sums of do * o; dq, dk,
-    dv, the columns' gradients. Inputs, o, do count in the dtype of q, sums and gradients in float32.
+    dv, the columns' gradients. Inputs, o, do, dq count in the dtype of q, sums and other gradients in float32.
 
     Args:
         q: ``[H, S, D]``; k: ``[K, S, D]``.
@@ -62,7 +62,7 @@ def minimal_bytes(index: VerticalSlash, q: Tensor, k: Tensor) -> tuple[float, fl
     columns = 2 * index.column_values.numel() * q.shape[-1]
     inputs = (queries + keys + columns) * q.element_size()
     forward = inputs + queries * q.element_size() + 4 * rows
-    backward = inputs + queries * q.element_size() + 8 * rows + 4 * (queries + keys + columns)
+    backward = inputs + queries * q.element_size() + 8 * rows + queries * q.element_size() + 4 * (keys + columns)
     return float(forward), float(backward)
 
 

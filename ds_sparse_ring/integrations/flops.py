@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bfloat16 peak of a device by a part of its name, as its maker states it; FLOP/s."""
+"""Dense bfloat16 peak of a device (SXM) by a word of its name, as its maker states it; FLOP/s."""
 
 
 def matrix_parameters(model: nn.Module) -> int:
@@ -46,4 +46,4 @@ def peak_flops() -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name.replace("-", " ").split()), None)

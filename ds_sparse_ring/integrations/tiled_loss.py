@@ -48,9 +48,9 @@ def _forward(base: Any, whole: Any, tile_tokens: int, *args: Any, **kwargs: Any)
         return whole(*args, **kwargs)
     labels, count = shift_labels, kwargs.get("num_items_in_batch")
     kept = {key: x for key, x in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
-    hidden = base.get_decoder()(*args, **kept).last_hidden_state
+    hidden = base.get_decoder()(*args, **{**kept, "return_dict": True}).last_hidden_state
     total = tiled_loss_sum(hidden.flatten(0, 1), labels.flatten(), base.get_output_embeddings(), tile_tokens)
-    targets = (labels != IGNORE).sum() if count is None else count
+    targets = (labels != IGNORE).sum().clamp(min=1) if count is None else count
     return CausalLMOutputWithPast(loss=total / targets)
 
 

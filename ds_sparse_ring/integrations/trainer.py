@@ -169,7 +169,9 @@ class SparseRingMixin(_Base):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and not self.ring.evaluating:
             tokens, seconds = self._rate.pop()
-            logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **self._pop_meter()}
+            attention = self._pop_meter()
+            seconds = max(seconds - self.attention_metrics.get("report_s", 0.0) if attention else seconds, 1e-9)
+            logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **attention}
         super().log(logs, start_time)
 
     def _pop_meter(self, prefix: str = "") -> dict[str, float]:

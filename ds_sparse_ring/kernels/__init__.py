@@ -23,7 +23,7 @@ def get_kernel(backend: str) -> Kernel:
         return TorchKernel()
     if backend not in BACKENDS:
         raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
-    if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
+    if backend == "triton" or (backend == "auto" and _trains_on_gpus()):
         return _triton_kernel()
     from ds_sparse_ring.op_builder import CPUAttentionBuilder  # imports DeepSpeed
 
@@ -38,6 +38,13 @@ def get_kernel(backend: str) -> Kernel:
         raise SparseRingError(
             f'sparse_ring.backend: the CPU kernels could not be built: {error}. Set "backend": "torch" to do without them'
         ) from error
+
+
+def _trains_on_gpus() -> bool:
+    """DeepSpeed's accelerator decides: DS_ACCELERATOR=cpu trains on the CPU of a machine with GPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.cuda.is_available() and str(get_accelerator().device_name()) == "cuda"
 
 
 def _triton_kernel() -> Kernel:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import Index
 from ds_sparse_ring.layout import BlockMap
 
@@ -44,6 +45,10 @@ class Work:
     k_map: BlockMap
     index: Index
     scale: float
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise SparseRingError(f"attention: the softmax scale must be positive, got {self.scale}")
 
 
 class Kernel(Protocol):
@@ -102,7 +107,11 @@ class Kernel(Protocol):
         """Row sums of do * o in the accumulator's dtype: ``[H, n, D]`` twice -> ``[H, n]``."""
 
     def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
-        """``out[place[i]] += x[i]`` for ``out`` ``[rows, D]``, ``place`` int64 ``[C]``, ``x`` ``[C, D]``; repeats bit for bit."""
+        """``out[:, place[i]] += x[:, i]`` where ``place[i]`` is not negative; repeats bit for bit.
+
+        Args:
+            out: ``[parts, rows, D]``; place: int64 ``[C]``; x: ``[parts, C, D]``.
+        """
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -130,8 +130,8 @@ def best_dense(case: DenseCase, name: str | None = None) -> DenseAttention:
 
 
 @lru_cache(maxsize=64)
-def find_dense(case: DenseCase) -> DenseAttention | None:
-    """`best_dense`, or None where nothing can be used."""
+def find_dense(case: DenseCase, *, deterministic: bool = False) -> DenseAttention | None:
+    """`best_dense`, or None where nothing can be used; ``deterministic``: torch's flag, on which what can be used depends."""
     return best_dense(case) if any(status.usable for status in available_dense(case)) else None
 
 

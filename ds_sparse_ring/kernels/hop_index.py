@@ -101,7 +101,7 @@ def spans(work: Work, q_blocks: int, k_blocks: int, device: torch.device) -> Spa
     return _spans(work.index.segments, work.q_map, work.k_map, q_blocks, k_blocks, device)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=2048)  # hops x spans of a few layouts
 @torch.inference_mode(False)
 def _spans(
     segments: tuple[Segment, ...], q_map: BlockMap, k_map: BlockMap, q_blocks: int, k_blocks: int, device: torch.device

@@ -152,7 +152,13 @@ class TorchKernel:
 
     def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
         """See `Kernel.add_rows`."""
-        out.index_add_(0, place, x)  # index_add_ sums repeated places in order, index_put_ in any order
+        x, place = x.masked_fill(place[:, None] < 0, 0), place.clamp(min=0)
+        for part, rows in zip(out, x, strict=True):
+            # repeated places are summed in a fixed order by index_put_ on a GPU, by index_add_ on the CPU
+            if part.is_cuda:
+                part.index_put_((place,), rows, accumulate=True)
+            else:
+                part.index_add_(0, place, rows)
 
 
 def _tiles(q: Tensor, k: Tensor, work: Work) -> Iterator[_Tile]:

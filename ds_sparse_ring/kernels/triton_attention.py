@@ -2,6 +2,8 @@
 
 bfloat16, float16 and float32 (computed exactly, without matrix units; up to head size 128), head sizes up to 256 that are
 multiples of 8, any grouping of heads. float64 is left to the reference. The backward pass has no atomics: it repeats bit for bit.
+
+A value that is not a number may reach more rows than those that read its key: those that share a tile of columns with it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Tuning:
 
 
 def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
-    """Launch parameters of ``forward``, ``dq``, ``dkv`` or ``dcolumns``, as measured on an H200 (docs/measurements.md)."""
+    """Launch parameters of ``forward``, ``dq``, ``dkv`` or ``dcolumns``, chosen on an H200 (docs/measurements.md)."""
     if dtype == torch.float32:  # only to be right, and to fit
         return Tuning(32, 1, 8)
     if padded_head > 128:
@@ -49,6 +51,17 @@ class TritonKernel(TorchKernel):
     """The kernel contract in Triton."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        """Nothing is compiled yet: kernels are, when a shape is first used.
+
+        Raises:
+            SparseRingError: there is no GPU.
+        """
+        if not torch.cuda.is_available() and isinstance(forward_kernel, triton.JITFunction):  # not in Triton's interpreter
+            raise SparseRingError(
+                'sparse_ring.backend: "triton" needs a GPU that torch can use; leave the key out for the fastest kernels here'
+            )
 
     def forward(
         self,
@@ -104,8 +117,8 @@ class TritonKernel(TorchKernel):
             return super().delta(do, o)
         out = torch.empty(o.shape[:2], dtype=torch.float32, device=o.device)
         grid = (o.shape[1] // BLOCK, o.shape[0])
-        padded = triton.next_power_of_2(o.shape[2])
-        delta_kernel[grid](do, o, out, *do.stride(), *o.stride(), o.shape[1], D=o.shape[2], DP=padded)
+        with torch.cuda.device_of(o):
+            delta_kernel[grid](do, o, out, *do.stride(), *o.stride(), o.shape[1], D=o.shape[2], DP=_padded(o.shape[2]))
         return out
 
     def add_rows(self, out: Tensor, place: Tensor, x: Tensor) -> None:
@@ -113,10 +126,11 @@ class TritonKernel(TorchKernel):
         if out.dtype != torch.float32:
             return super().add_rows(out, place, x)
         place, order = place.sort(stable=True)
-        padded = triton.next_power_of_2(out.shape[1])
-        add_rows_kernel[(place.numel(),)](
-            out, place, order, x, place.numel(), out.stride(0), x.stride(0), D=out.shape[1], DP=padded, num_warps=1
-        )
+        with torch.cuda.device_of(out):
+            add_rows_kernel[(place.numel(), out.shape[0])](
+                out, place, order, x, place.numel(), *out.stride()[:2], *x.stride()[:2], D=out.shape[2],
+                DP=_padded(out.shape[2]), num_warps=1,
+            )  # fmt: skip
 
 
 def _compiled(q: Tensor) -> bool:
@@ -134,7 +148,7 @@ class _Call:
         self.q_blocks, self.k_blocks = q.shape[1] // BLOCK, k.shape[1] // BLOCK
         self._dtype, self._work, self._columns = q.dtype, work, columns
         self._spans = hop_index.spans(work, self.q_blocks, self.k_blocks, q.device)
-        index, self._padded = work.index, triton.next_power_of_2(q.shape[2])
+        index, self._padded = work.index, _padded(q.shape[2])
         self._arguments: dict[str, Any] = {
             "q_desc": _block_descriptor(q),
             "k_desc": _block_descriptor(k),
@@ -167,7 +181,8 @@ class _Call:
         tune = tuning(name, self._dtype, self._padded)
         named = self._arguments | self._lists(transposed=name == "dkv") | self._column_arguments(tune.tile)
         named |= {"TILE": tune.tile, "STAGES": tune.stages}
-        kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps)
+        with torch.cuda.device_of(self._arguments["lse"]):
+            kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps)
 
     def column_tiles(self, name: str) -> int:
         """Programs that cover all tiles of columns."""
@@ -222,6 +237,11 @@ class _Call:
         }
 
 
+def _padded(head_size: int) -> int:
+    """Head size of tiles: a power of two that matrix units take."""
+    return max(16, int(triton.next_power_of_2(head_size)))
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[2] % 8 or q.shape[2] > 256 or v.shape != k.shape:
         raise SparseRingError(
@@ -233,19 +253,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _block_descriptor(x: Tensor) -> Any:
     """One block of tokens of one head of ``[heads, tokens, D]``; what lies behind D reads as 0."""
     x = _readable(x)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, BLOCK, triton.next_power_of_2(x.shape[2])])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, BLOCK, _padded(x.shape[2])])
 
 
 def _column_descriptor(x: Tensor, tile: int) -> Any:
     x = _readable(x)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile, triton.next_power_of_2(x.shape[1])])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile, _padded(x.shape[1])])
 
 
 def _readable(x: Tensor) -> Tensor:
     """``x``, or a copy if the copy engine cannot read it: rows contiguous, all else at multiples of 16 bytes."""
     steps = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1])]
     fits = x.stride(-1) == 1 and all(step > 0 and step % _ALIGNMENT == 0 for step in steps)
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:

@@ -15,6 +15,7 @@ from ds_sparse_ring.kernels.triton_forward import (
     KIND_BLOCK_LISTS,
     KIND_FULL,
     KIND_VERTICAL_SLASH,
+    VARYING,
     T,
     columns_covered,
     key_range,
@@ -43,7 +44,7 @@ def dq_step(q, do, lse, delta, k, v, dq, visible, scale_log2, MASKED: tl.constex
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dq_kernel(q_desc, do_desc, k_desc, v_desc, column_k_desc, column_v_desc, lse, delta, dq,
               dq_head, dq_row, q_blocks, k_blocks, base, q_stride, q_start, patterns, group, heads_per_pattern, scale, scale_log2,
               segments, q_segment, ptr, values, bits, before, words,
@@ -147,7 +148,7 @@ def query_range(key, segment, pattern, patterns, k_blocks, base, segments, ptr, 
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(q_desc, do_desc, k_desc, v_desc, lse, delta, dk, dv,
                dk_head, dk_row, dv_head, dv_row, q_blocks, k_blocks, base, patterns, group, heads_per_pattern, scale, scale_log2,
                segments, k_segments, ptr, values, bits, before, words,
@@ -195,7 +196,7 @@ def dkv_kernel(q_desc, do_desc, k_desc, v_desc, lse, delta, dk, dv,
     tl.store(dv_at, tl.load(dv_at, mask=inside, other=0.0) + dv_acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dcolumns_kernel(q_desc, do_desc, column_k_desc, column_v_desc, lse, delta, dk, dv,
                     q_blocks, q_stride, q_start, patterns, heads_per_pattern, scale, scale_log2,
                     segments, column_ptr, column_ids, column_bits, column_words, tile_row, tile_begin,
@@ -251,12 +252,17 @@ def delta_kernel(do, o, delta, do_head, do_row, do_dim, o_head, o_row, o_dim, ro
 
 
 @triton.jit
-def add_rows_kernel(out, place, order, x, count, out_row, x_row, D: tl.constexpr, DP: tl.constexpr):
-    """One program per sorted place; the first of equal ones adds them all, in order."""
+def add_rows_kernel(out, place, order, x, count, out_part, out_row, x_part, x_row, D: tl.constexpr, DP: tl.constexpr):
+    """One program per sorted place and part; the first of equal places adds them all, in order. Negative ones: nothing."""
     first = tl.program_id(0)
     here = tl.load(place + first)
+    if here < 0:
+        return
     if first > 0 and tl.load(place + first - 1, mask=first > 0, other=0) == here:
         return
+    part = tl.program_id(1).to(tl.int64)
+    out += part * out_part
+    x += part * x_part
     dims = tl.arange(0, DP)
     inside = dims < D
     total = tl.load(out + here * out_row + dims, mask=inside, other=0.0)

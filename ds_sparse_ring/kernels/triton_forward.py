@@ -18,6 +18,11 @@ from ds_sparse_ring.layout import BLOCK
 KIND_FULL, KIND_VERTICAL_SLASH, KIND_BLOCK_LISTS = tl.constexpr(FULL), tl.constexpr(VERTICAL_SLASH), tl.constexpr(BLOCK_LISTS)
 T = tl.constexpr(BLOCK)
 LN2 = tl.constexpr(0.6931471805599453)
+# change with the data: a kernel compiled for each of their divisors would stall training whenever a new length comes
+VARYING = (
+    *("q_blocks", "k_blocks", "base", "q_stride", "q_start", "patterns", "group", "heads_per_pattern"),
+    *("words", "column_words"),
+)
 LOWEST = tl.constexpr(-1.0e30)  # stands for "no key yet": finite, so that no difference of maxima is NaN
 
 
@@ -66,7 +71,7 @@ def softmax_step(s, v, acc, largest, total, scale_log2, PRECISION: tl.constexpr)
     return acc, seen, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(q_desc, k_desc, v_desc, column_k_desc, column_v_desc, o, lse,
                    o_head, o_row, lse_head, q_blocks, k_blocks, base, q_stride, q_start, patterns, scale_log2,
                    group, heads_per_pattern, segments, q_segment, ptr, values, bits, before, words,

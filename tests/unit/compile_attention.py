@@ -48,13 +48,14 @@ def main() -> None:
         "dkv": triton_backward.dkv_kernel,
         "dcolumns": triton_backward.dcolumns_kernel,
     }
-    for element, dtype, head_size in [("bf16", torch.bfloat16, 128), ("fp16", torch.float16, 256)]:
+    for element, dtype, head_size in [("bf16", torch.bfloat16, 128), ("fp16", torch.float16, 256), ("bf16", torch.bfloat16, 8)]:
         for name, kernel in kernels.items():
-            tune = tuning(name, dtype, head_size)
-            constants: dict[str, object] = {"D": head_size, "DP": head_size, "TILE": tune.tile, "STAGES": tune.stages}
+            padded = max(16, head_size)
+            tune = tuning(name, dtype, padded)
+            constants: dict[str, object] = {"D": head_size, "DP": padded, "TILE": tune.tile, "STAGES": tune.stages}
             constants |= {"PRECISION": None, "KIND": hop_index.VERTICAL_SLASH, "OWN": True, "COLUMNS": True, "OVERWRITE": True}
             used = {n: value for n, value in constants.items() if n in kernel.arg_names}
-            shared = compile_kernel(kernel, used, tune.warps, element, tune.tile, head_size)
+            shared = compile_kernel(kernel, used, tune.warps, element, tune.tile, padded)
             what = f"{name}, {element}, head size {head_size}: {shared} bytes of shared memory"
             assert shared <= HOPPER_SHARED_BYTES, what
             print(what)

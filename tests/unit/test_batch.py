@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_sparse_ring.batch import IGNORE, shard_batch
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.index import causal_cost
 from ds_sparse_ring.layout import BLOCK, LayoutKind
 
 from .reference import packed_batch
@@ -129,3 +130,11 @@ def test_batches_that_cannot_be_sharded_are_refused(change: dict, message: str) 
 def test_bounds_for_other_kernels_are_accepted_since_positions_say_the_same() -> None:
     batch = packed_batch([5, 6]) | {"cu_seq_lens_q": torch.tensor([0, 5, 11]), "max_length_q": 6}
     assert len(_shards(batch, 1)[0]["sparse_ring"].documents) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_causal_pairs_are_those_inside_documents(ranks: int) -> None:
+    lengths = [130, 1, 64, 333]
+    sequence = shard_batch(packed_batch(lengths), kind="striped", ranks=ranks, rank=0, segment_tokens=None)["sparse_ring"]
+    blocks = torch.arange(sum(-(-length // 64) for length in lengths))  # without the layout's padding
+    assert sequence.causal_pairs == int(causal_cost(sequence.segments, blocks).sum())

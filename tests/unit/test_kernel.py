@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex
 from ds_sparse_ring.kernels import Work, get_kernel, torch_reference
 from ds_sparse_ring.kernels.contract import merge
@@ -275,3 +276,31 @@ def test_attention_kernels_compile_for_hopper_and_fit_its_shared_memory() -> Non
     script = Path(__file__).parent / "compile_attention.py"
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_added_where_they_belong_and_those_without_a_place_nowhere(backend: str) -> None:
+    out = torch.arange(2 * 4 * 16.0).view(2, 4, 16)
+    place = torch.tensor([2, -1, 0, 2, -1, 2])
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = float("nan")
+    expected = out.clone()
+    for i, row in enumerate(place.tolist()):
+        if row >= 0:
+            expected[:, row] += x[:, i]
+    get_kernel(backend).add_rows(out, place, x)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_scale_that_is_not_positive_is_refused() -> None:
+    index = FullIndex(make_sequence([64]).segments, 1)
+    with pytest.raises(SparseRingError, match="scale must be positive, got -1"):
+        Work(BlockMap(1, 0), BlockMap(1, 0), index, -1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_without_a_gpu_is_refused_with_the_way_out() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = "from ds_sparse_ring.kernels import get_kernel; print(get_kernel('auto').name); get_kernel('triton')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip().endswith("cpu") and '"triton" needs a GPU' in done.stderr
