@@ -101,11 +101,13 @@ class Ours:
         self.work = Work(BlockMap(1, 0), BlockMap(1, 0), p.index, p.scale)
         self.executed_pairs = tile_pairs(p.host_index)
         self.lse = torch.empty(p.q.shape[:2], dtype=acc, device=p.q.device)
-        self.gradients = [dq, *(torch.empty(x.shape, dtype=acc, device=x.device) for x in (p.k, p.v))]
+        self.dkv = torch.empty(2, *p.k.shape, dtype=acc, device=p.k.device)
+        self.gradients = [dq, self.dkv[0], self.dkv[1]]
         patterns = p.index.column_patterns() * p.index.heads_per_pattern // (p.heads // p.k.shape[0])
         self.column_place = patterns * p.k.shape[1] + p.index.column_values
         self.columns = self.gather()
-        self.d_columns = ColumnKV(*(torch.empty(x.shape, dtype=acc, device=x.device) for x in (self.columns.k, self.columns.v)))
+        self.d_column_rows = torch.empty(2, *self.columns.k.shape, dtype=acc, device=p.k.device)
+        self.d_columns = ColumnKV(self.d_column_rows[0], self.d_column_rows[1])
         self.delta = torch.empty_like(self.lse)
 
     def gather(self) -> ColumnKV:
@@ -120,7 +122,7 @@ class Ours:
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         p = self.problem
         dq, dk, dv = self.gradients
-        for x in (dk, dv, self.d_columns.k, self.d_columns.v):  # accumulators start empty: that counts as part of the pass
+        for x in (self.dkv, self.d_column_rows):  # accumulators start empty: that counts as part of the pass
             x.zero_()
         self.kernel.backward(
             p.q, p.k, p.v, p.do, self.lse, self.delta, self.work, dq, dk, dv,
@@ -144,9 +146,7 @@ class Ours:
 
     def return_columns(self) -> None:
         """Add the columns' gradients where their keys and values live."""
-        dkv = torch.stack(self.gradients[1:])
-        self.kernel.add_rows(dkv.flatten(1, 2), self.column_place, torch.stack([self.d_columns.k, self.d_columns.v]))
-        self.gradients[1:] = dkv.unbind()
+        self.kernel.add_rows(self.dkv.flatten(1, 2), self.column_place, self.d_column_rows)
 
     def visible(self, head: int) -> Tensor:
         return index_mask(self.problem, head)
