@@ -12,7 +12,7 @@ from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, Job, estimate, load_shape, schedules
 from ds_sparse_ring.hardware import load_hardware
-from ds_sparse_ring.simulate import save_trace
+from ds_sparse_ring.simulate import save_timeline, save_trace
 
 
 def print_plan(
@@ -56,7 +56,8 @@ def print_plan(
     console.print(f'fastest that fits: "ulysses_degree": {best.ulysses}, "inner_degree": {best.inner or "null"}')
     if timeline is not None:
         save_trace(best.backward.events, timeline)
-        console.print(f"trace of one layer's backward pass: {timeline}")
+        save_timeline(best.backward.events, timeline.with_suffix(".png"))
+        console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
 
 
 def _row(e: Estimate, job: Job) -> list[str]:

@@ -79,5 +79,6 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     for text in ("ring of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
         assert text in result.output
     assert json.loads(trace.read_text())["traceEvents"]
+    assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     refused = CliRunner().invoke(app, ["plan", "--density", "0.01", "--columns", "0.02"])
     assert refused.exit_code == 1 and "0 <= columns <= density" in refused.output
