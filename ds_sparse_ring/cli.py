@@ -134,9 +134,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help="A profile by name, or a JSON file of one.")] = "h200",
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")
-    ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
 ) -> None:
     """Simulate a training step for every schedule that the ranks and heads allow, and name the fastest."""
     from ds_sparse_ring.plan_report import print_plan

@@ -219,6 +219,11 @@ def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> Non
     axes.set_yticks([place + 0.5 for place in range(len(shown))], [f"rank {rank}" for rank in shown])
     axes.invert_yaxis()
     axes.set_xlabel("ms (simulated)")
-    axes.legend(handles=[Patch(color=color, label=lane) for lane, color in _COLORS.items()], loc="upper right", ncols=4)
+    axes.legend(
+        handles=[Patch(color=color, label=lane) for lane, color in _COLORS.items()],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=4,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
