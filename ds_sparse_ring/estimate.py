@@ -177,7 +177,8 @@ def estimate(job: Job, ulysses: int, inner: int | None) -> Estimate:
         return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward)
 
     forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
-    report = check_plans(layout, inner)
+    # hops, transfers and buffers are the same for any number of blocks
+    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * layout.ranks), inner)
     local = layout.local_tokens // ulysses
     return Estimate(
         ulysses,
