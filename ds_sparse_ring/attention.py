@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
-from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, density, span_pairs
+from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, density, span_pairs
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
@@ -92,8 +92,8 @@ class _SparseRingAttention(torch.autograd.Function):
             with context.meter.timed("attention"):
                 columns = gather_columns(k, v, index, context)
                 o, lse = ring_forward(q, k, v, index, columns, context, scale)
-        if not isinstance(index, FullIndex):
-            index.forget()  # type: ignore[attr-defined]
+        if isinstance(index, VerticalSlash | BlockLists):
+            index.forget()
         if slot is not None and kept is None:
             everything = context.config.checkpoint == "output"
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
@@ -170,18 +170,21 @@ def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext)
 def _column_places(k: Tensor, index: VerticalSlash, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
     """Local row of each column, whether this rank holds it, and its key/value head; ``[C]`` each."""
     row, held = context.layout.locate(index.column_values, context.rank)
-    heads = index.patterns * index.heads_per_pattern
-    kv_head = index.column_patterns() * index.heads_per_pattern // (heads // k.shape[0])
-    return row, held, kv_head
+    return row, held, index.column_kv_heads(k.shape[0])
 
 
-def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> DenseAttention | None:
-    """The library for the full index where one rank of GPUs holds the whole sequence; None: the kernel does it."""
+def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> tuple[DenseAttention, list[int]] | None:
+    """The library for the full index where one rank of GPUs holds the whole sequence, and the rows of its documents.
+
+    None: the kernel does it.
+    """
     if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name != "triton":
         return None
-    if len(document_rows(index.segments)) > _DENSE_DOCUMENTS:
+    rows = document_rows(index.segments)
+    if len(rows) > _DENSE_DOCUMENTS:
         return None
-    return find_dense(DenseCase.of(q, k), deterministic=torch.are_deterministic_algorithms_enabled())
+    dense = find_dense(DenseCase.of(q, k), deterministic=torch.are_deterministic_algorithms_enabled())
+    return None if dense is None else (dense, rows)
 
 
 def ring_forward(
@@ -192,8 +195,9 @@ def ring_forward(
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
     """
-    if (dense := _dense(q, k, index, context)) is not None:
-        return dense.forward(q, k, v, scale=scale, rows=document_rows(index.segments))
+    if (found := _dense(q, k, index, context)) is not None:
+        dense, documents = found
+        return dense.forward(q, k, v, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
@@ -238,8 +242,9 @@ def ring_backward(
     Returns:
         dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
     """
-    if (dense := _dense(q, k, index, context)) is not None:
-        return dense.backward(do, q, k, v, o, lse, scale=scale, rows=document_rows(index.segments))
+    if (found := _dense(q, k, index, context)) is not None:
+        dense, documents = found
+        return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)

@@ -24,8 +24,6 @@ class Hardware(BaseModel):
     node_ranks: int
     """GPUs of a node."""
     memory_gib: float
-    peak: float
-    """bf16, as the maker states it; for MFU."""
     dense_forward: float
     dense_backward: float
     """Dense causal attention, per active entry (4 D and 10 D)."""
@@ -46,7 +44,6 @@ class Hardware(BaseModel):
 _A100: dict[str, Any] = {
     "source": "assumed: FlashAttention 2 as published, sparse kernels at a like share of the peak",
     "node_ranks": 8,
-    "peak": 312,
     "dense_forward": 190,
     "dense_backward": 165,
     "sparse_forward": 90,
@@ -60,7 +57,6 @@ _A100: dict[str, Any] = {
 _H200: dict[str, Any] = {
     "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
     "node_ranks": 8,
-    "peak": 989,
     "dense_forward": 690,
     "dense_backward": 617,
     "sparse_forward": 328,
@@ -74,7 +70,6 @@ _H200: dict[str, Any] = {
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",
     "node_ranks": 64,
-    "peak": 0.2,
     "dense_forward": 0.13,
     "dense_backward": 0.13,
     "sparse_forward": 0.17,

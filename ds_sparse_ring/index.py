@@ -31,7 +31,8 @@ from ds_sparse_ring.layout import BLOCK, BlockMap
 
 _BLOCK_PAIRS = BLOCK * BLOCK
 _DIAGONAL_PAIRS = BLOCK * (BLOCK + 1) // 2
-_VALUE_BITS = 40  # of tokens or blocks: a million million of them; 23 bits are left for rows
+VALUE_BITS = 40
+"""Of a token or block in a key ``row << VALUE_BITS | value``: a million million of them; 23 bits are left for rows."""
 
 
 class Index(Protocol):
@@ -241,7 +242,12 @@ class VerticalSlash(_Derived):
 
     def column_patterns(self) -> Tensor:
         """Pattern of each column, int64 ``[columns]``."""
-        return _row_of_entries(self.column_ptr, self.column_values) % self.patterns
+        return row_of_entries(self.column_ptr, self.column_values) % self.patterns
+
+    def column_kv_heads(self, kv_heads: int) -> Tensor:
+        """Key/value head, of ``kv_heads``, of each column, int64 ``[columns]``."""
+        patterns_per_kv_head = self.patterns // kv_heads
+        return torch.div(self.column_patterns(), patterns_per_kv_head, rounding_mode="floor")
 
     def tables(self, segment: int) -> tuple[Tensor, Tensor]:
         """What a segment reads as bitmaps over its document: for many lookups at once. The host waits once per index.
@@ -258,8 +264,8 @@ class VerticalSlash(_Derived):
         rows = slice(segment * patterns, (segment + 1) * patterns + 1)
         whole, single = (torch.zeros(patterns, n, dtype=torch.bool, device=ends.device) for n in (reach, reach * BLOCK))
         offsets, tokens = self.diagonal_values[diagonals], self.column_values[columns] - begin
-        whole[_row_of_entries(self.diagonal_ptr[rows], offsets), offsets] = True
-        single[_row_of_entries(self.column_ptr[rows], tokens), tokens] = True
+        whole[row_of_entries(self.diagonal_ptr[rows], offsets), offsets] = True
+        single[row_of_entries(self.column_ptr[rows], tokens), tokens] = True
         return whole, single
 
     def equal(self, other: VerticalSlash) -> bool:
@@ -272,14 +278,14 @@ class VerticalSlash(_Derived):
 
 def _compressed_rows(pairs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     # one integer per pair: sorting those is far cheaper than sorting pairs
-    keys = torch.unique((pairs[:, 0] << _VALUE_BITS) | pairs[:, 1])
-    counts = torch.bincount(keys >> _VALUE_BITS, minlength=rows)
+    keys = torch.unique((pairs[:, 0] << VALUE_BITS) | pairs[:, 1])
+    counts = torch.bincount(keys >> VALUE_BITS, minlength=rows)
     ptr = torch.zeros(rows + 1, dtype=torch.int64, device=pairs.device)
     torch.cumsum(counts, 0, out=ptr[1:])
-    return ptr, keys & ((1 << _VALUE_BITS) - 1)
+    return ptr, keys & ((1 << VALUE_BITS) - 1)
 
 
-def _row_of_entries(ptr: Tensor, values: Tensor) -> Tensor:
+def row_of_entries(ptr: Tensor, values: Tensor) -> Tensor:
     """Row of each entry of compressed rows, counted from the first one of ``ptr``."""
     rows = torch.arange(ptr.numel() - 1, device=ptr.device)
     return torch.repeat_interleave(rows, ptr.diff(), output_size=values.numel())
@@ -370,7 +376,7 @@ def span_pairs(index: Index, q_map: BlockMap, q_blocks: int) -> Tensor:
 def _diagonal_pairs(index: VerticalSlash, q_map: BlockMap, q_blocks: int) -> Tensor:
     """A diagonal counts once for each query block of its segment that is far enough from the document's first block."""
     ptr, offset = index.diagonal_ptr, index.diagonal_values
-    segment = _row_of_entries(ptr, offset) // index.patterns
+    segment = row_of_entries(ptr, offset) // index.patterns
     begin, end, document_begin = _segment_bounds(index.segments, offset.device)[:, segment]
     first = torch.maximum(begin, document_begin + offset)
     readers = (q_map.count_below(end, q_blocks) - q_map.count_below(first, q_blocks)).clamp(min=0)
@@ -384,13 +390,13 @@ def _column_pairs(index: VerticalSlash, q_map: BlockMap, q_blocks: int) -> Tenso
     the stride: with diagonals in order of (row, d modulo stride, d), those that meet in a range of the span are a run of them.
     """
     block = index.column_values // BLOCK
-    row = _row_of_entries(index.column_ptr, block)
+    row = row_of_entries(index.column_ptr, block)
     begin, end, _ = _segment_bounds(index.segments, block.device)[:, row // index.patterns]
     first = torch.maximum(begin, block + 1)
     later = (q_map.count_below(end, q_blocks) - q_map.count_below(first, q_blocks)).clamp(min=0)
 
     stride, offset, beyond = q_map.stride, index.diagonal_values, index.segments[-1].end + 1
-    keys = (_row_of_entries(index.diagonal_ptr, offset) * stride + offset % stride) * beyond + offset
+    keys = (row_of_entries(index.diagonal_ptr, offset) * stride + offset % stride) * beyond + offset
     if stride > 1:
         keys = keys.sort().values
     low = first.clamp(min=q_map.start) - block

@@ -12,7 +12,8 @@ from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, Job, estimate, load_shape, schedules
 from ds_sparse_ring.hardware import load_hardware
-from ds_sparse_ring.simulate import save_timeline, save_trace
+from ds_sparse_ring.plots import save_timeline
+from ds_sparse_ring.simulate import save_trace
 
 
 def print_plan(

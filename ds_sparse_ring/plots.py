@@ -1,4 +1,4 @@
-"""Pictures of a run: loss, density and recall per layer, and what an index keeps of one head's attention.
+"""Pictures of a run: loss, density and recall per layer, what an index keeps of one head's attention, a simulated timeline.
 
 Everything is drawn from plain data (lines of metrics.jsonl, tensors on the CPU), off screen.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_sparse_ring.index import Index, segment_of_blocks
 from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.simulate import Event
 
 DIAGONAL_COLOR, COLUMN_COLOR = "#1f77b4", "#d95f02"
 _TINT = 0.7
@@ -177,3 +178,31 @@ def _shade_warmup(axes: Axes, steps: int) -> None:
     if steps > 0:
         axes.axvspan(0, steps, color="0.9", zorder=0)
         axes.text(steps / 2, 0.02, "dense", transform=axes.get_xaxis_transform(), ha="center", color="0.4")
+
+
+_LANE_COLORS = {"compute": "#1f77b4", "wait": "#d62728", "send inner": "#2ca02c", "send outer": "#ff7f0e"}
+
+
+def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> None:
+    """A picture of the first ``ranks`` ranks: what each computes, waits for and sends, over time."""
+    figure = Figure(figsize=(10, 1 + 0.6 * ranks))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shown = sorted({e.rank for e in events})[:ranks]
+    for place, rank in enumerate(shown):
+        for height, lanes in ((0.1, ("send outer",)), (0.25, ("send inner",)), (0.4, ("compute", "wait"))):
+            for lane in lanes:
+                bars = [(e.begin, e.end - e.begin) for e in events if e.rank == rank and e.lane == lane]
+                size = 0.4 if lane in ("compute", "wait") else 0.12
+                axes.broken_barh(bars, (place + height, size), facecolors=_LANE_COLORS[lane], edgecolor="white", linewidth=0.4)
+    axes.set_yticks([place + 0.5 for place in range(len(shown))], [f"rank {rank}" for rank in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms (simulated)")
+    axes.legend(
+        handles=[Patch(color=color, label=lane) for lane, color in _LANE_COLORS.items()],
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=4,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

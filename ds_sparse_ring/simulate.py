@@ -16,9 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout, Span
@@ -199,31 +196,3 @@ def save_trace(events: Sequence[Event], path: Path) -> None:
         for e in events
     ]
     path.write_text(json.dumps({"traceEvents": names + spans}), encoding="utf-8")
-
-
-_COLORS = {"compute": "#1f77b4", "wait": "#d62728", "send inner": "#2ca02c", "send outer": "#ff7f0e"}
-
-
-def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> None:
-    """A picture of the first ``ranks`` ranks: what each computes, waits for and sends, over time."""
-    figure = Figure(figsize=(10, 1 + 0.6 * ranks))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    shown = sorted({e.rank for e in events})[:ranks]
-    for place, rank in enumerate(shown):
-        for height, lanes in ((0.1, ("send outer",)), (0.25, ("send inner",)), (0.4, ("compute", "wait"))):
-            for lane in lanes:
-                bars = [(e.begin, e.end - e.begin) for e in events if e.rank == rank and e.lane == lane]
-                size = 0.4 if lane in ("compute", "wait") else 0.12
-                axes.broken_barh(bars, (place + height, size), facecolors=_COLORS[lane], edgecolor="white", linewidth=0.4)
-    axes.set_yticks([place + 0.5 for place in range(len(shown))], [f"rank {rank}" for rank in shown])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms (simulated)")
-    axes.legend(
-        handles=[Patch(color=color, label=lane) for lane, color in _COLORS.items()],
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=4,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)

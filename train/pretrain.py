@@ -253,9 +253,9 @@ class Pretraining:
         peak, model = peak_flops(), self.engine.module
         if peak is None or density is None:
             return memory
-        per_second = seconds * peak * self.ring.axes.world_size
+        per_second, parameters = seconds * peak * self.ring.axes.world_size, matrix_parameters(model)
         flops = {
-            name: step_flops(model.config, matrix_parameters(model), int(tokens), pairs)
+            name: step_flops(model.config, parameters, int(tokens), pairs)
             for name, pairs in (("executed", density * causal_pairs), ("dense_equivalent", causal_pairs))
         }
         return memory | {f"mfu_{name}": count / per_second for name, count in flops.items()}

@@ -103,8 +103,7 @@ class Ours:
         self.lse = torch.empty(p.q.shape[:2], dtype=acc, device=p.q.device)
         self.dkv = torch.empty(2, *p.k.shape, dtype=acc, device=p.k.device)
         self.gradients = [dq, self.dkv[0], self.dkv[1]]
-        patterns = p.index.column_patterns() * p.index.heads_per_pattern // (p.heads // p.k.shape[0])
-        self.column_place = patterns * p.k.shape[1] + p.index.column_values
+        self.column_place = p.index.column_kv_heads(p.k.shape[0]) * p.k.shape[1] + p.index.column_values
         self.columns = self.gather()
         self.d_column_rows = torch.empty(2, *self.columns.k.shape, dtype=acc, device=p.k.device)
         self.d_columns = ColumnKV(self.d_column_rows[0], self.d_column_rows[1])

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +21,7 @@ from torch import Tensor
 from ds_sparse_ring import __version__
 from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.bench.patterns import vertical_slash_pattern
+from ds_sparse_ring.bench.timing import alternate
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, causal_cost, cost
 from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, get_kernel
@@ -108,8 +107,7 @@ class _Case:
         pairs = float(cost(index, blocks).sum())
         causal = float(causal_cost(segments, blocks).sum()) * HEADS
         call = _KernelCall(self, kernel, index)
-        times = _alternate([self.run_dense, call.forward, call.backward], rounds)
-        dense_s, forward_s, backward_s = times
+        dense_s, forward_s, backward_s = _medians([self.run_dense, call.forward, call.backward], rounds)
         rate, dense_rate = pairs / (forward_s + backward_s), causal / dense_s
         return {
             "pattern": name,
@@ -129,7 +127,7 @@ class _Case:
     def selection_seconds(self, rounds: int) -> float:
         ring = SparseRing(SparseRingConfig(segment_tokens=SEGMENT_TOKENS))
         context = ring.bind(ring.sequence_batch(self.batch)["sparse_ring"])
-        return _alternate([lambda: select_index(self.q, self.k, context, scale=self.scale)], rounds)[0]
+        return _medians([lambda: select_index(self.q, self.k, context, scale=self.scale)], rounds)[0]
 
 
 class _KernelCall:
@@ -163,20 +161,12 @@ class _KernelCall:
 def _columns(k: Tensor, v: Tensor, index: Index) -> ColumnKV | None:
     if not isinstance(index, VerticalSlash) or index.column_values.numel() == 0:
         return None
-    head = index.column_patterns() // (HEADS // KV_HEADS)
+    head = index.column_kv_heads(KV_HEADS)
     return ColumnKV(k[head, index.column_values], v[head, index.column_values])
 
 
-def _alternate(functions: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median seconds of each function; one round runs each of them once, after a round that is not timed."""
-    times: list[list[float]] = [[] for _ in functions]
-    for round_ in range(rounds + 1):
-        for function, seconds in zip(functions, times, strict=True):
-            begin = time.perf_counter()
-            function()
-            if round_:
-                seconds.append(time.perf_counter() - begin)
-    return [statistics.median(seconds) for seconds in times]
+def _medians(functions: list[Callable[[], Any]], rounds: int) -> list[float]:
+    return [timing.median_s for timing in alternate(functions, rounds, torch.device("cpu"), warm_up=1)]
 
 
 def _processor() -> str:

@@ -170,7 +170,8 @@ class SparseRingMixin(_Base):
         if "loss" in logs and not self.ring.evaluating:
             tokens, seconds = self._rate.pop()
             attention = self._pop_meter()
-            seconds = max(seconds - self.attention_metrics.get("report_s", 0.0) if attention else seconds, 1e-9)
+            if attention:  # what measuring costs is not part of training
+                seconds = max(seconds - self.attention_metrics.get("report_s", 0.0), 1e-9)
             logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **attention}
         super().log(logs, start_time)
 

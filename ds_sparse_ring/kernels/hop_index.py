@@ -19,14 +19,13 @@ from torch import Tensor
 
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash
+from ds_sparse_ring.index import VALUE_BITS, BlockLists, FullIndex, Index, VerticalSlash, row_of_entries
 from ds_sparse_ring.kernels.contract import Work
 from ds_sparse_ring.kernels.triton_tables import columns_kernel, offsets_kernel
 from ds_sparse_ring.layout import BlockMap
 
 FULL, VERTICAL_SLASH, BLOCK_LISTS = 0, 1, 2
 _WORD = 32
-_ROW_BITS = 40
 _NO_KEY = 1 << 30
 
 
@@ -148,9 +147,9 @@ def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tens
 
 def lists(index: BlockLists, work: Work, q_blocks: int, k_blocks: int) -> Lists:
     """Key blocks that each query block of the span reads in the key span, its own left out, and the transpose."""
-    device, total = index.block_values.device, index.segments[-1].end
+    total = index.segments[-1].end
     rows = index.block_ptr.numel() - 1
-    row = torch.searchsorted(index.block_ptr, torch.arange(index.block_values.numel(), device=device), right=True) - 1
+    row = row_of_entries(index.block_ptr, index.block_values)
     pattern, query = torch.div(row, total, rounding_mode="floor"), row % total
     q_local, q_there = work.q_map.to_local(query, q_blocks)
     k_local, k_there = work.k_map.to_local(index.block_values, k_blocks)
@@ -163,10 +162,10 @@ def lists(index: BlockLists, work: Work, q_blocks: int, k_blocks: int) -> Lists:
 
 def _compressed(row: Tensor, value: Tensor, kept: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows in order, values ascending; what is not kept goes behind the last row. One spare entry."""
-    keys, _ = torch.where(kept, (row << _ROW_BITS) | value, rows << _ROW_BITS).sort()
-    starts = torch.arange(rows + 1, device=row.device) << _ROW_BITS
+    keys, _ = torch.where(kept, (row << VALUE_BITS) | value, rows << VALUE_BITS).sort()
+    starts = torch.arange(rows + 1, device=row.device) << VALUE_BITS
     values = torch.zeros(keys.numel() + 1, dtype=torch.int32, device=row.device)
-    values[:-1] = (keys & ((1 << _ROW_BITS) - 1)).int()
+    values[:-1] = (keys & ((1 << VALUE_BITS) - 1)).int()
     return torch.searchsorted(keys, starts).int(), values
 
 

@@ -5,7 +5,7 @@
   lists: key block j is read by query block ``j - base + a`` for the same offsets a;
 * ``dcolumns_kernel``: one tile of columns over the query blocks of its segment.
 
-Scores are recomputed from the saved log-sum-exp in the last two.
+Each recomputes the scores and takes their probabilities from the saved log-sum-exp.
 """
 
 import triton
@@ -20,6 +20,7 @@ from ds_sparse_ring.kernels.triton_forward import (
     columns_covered,
     key_range,
     offsets_below,
+    query_of_program,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -52,13 +53,7 @@ def dq_kernel(q_desc, do_desc, k_desc, v_desc, column_k_desc, column_v_desc, lse
               D: tl.constexpr, DP: tl.constexpr,
               KIND: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr, OVERWRITE: tl.constexpr,
               TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0)
-    kv_head = pid // (q_blocks * group)
-    block = q_blocks - 1 - pid % (q_blocks * group) // group
-    head = kv_head * group + pid % group
-    pattern = head // heads_per_pattern
-    segment = tl.load(q_segment + block)
-    row = segment * patterns + pattern
+    kv_head, head, block, pattern, segment, row = query_of_program(q_blocks, group, heads_per_pattern, patterns, q_segment)
     low, high = key_range(block, segment, pattern, patterns, q_blocks, k_blocks, base, segments, ptr, bits, before, words,
                           KIND, OWN)  # fmt: skip
 

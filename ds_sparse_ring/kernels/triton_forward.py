@@ -19,10 +19,7 @@ KIND_FULL, KIND_VERTICAL_SLASH, KIND_BLOCK_LISTS = tl.constexpr(FULL), tl.conste
 T = tl.constexpr(BLOCK)
 LN2 = tl.constexpr(0.6931471805599453)
 # change with the data: a kernel compiled for each of their divisors would stall training whenever a new length comes
-VARYING = (
-    *("q_blocks", "k_blocks", "base", "q_stride", "q_start", "patterns", "group", "heads_per_pattern"),
-    *("words", "column_words"),
-)
+VARYING = "q_blocks k_blocks base q_stride q_start patterns group heads_per_pattern words column_words".split()
 LOWEST = tl.constexpr(-1.0e30)  # stands for "no key yet": finite, so that no difference of maxima is NaN
 
 
@@ -54,6 +51,18 @@ def key_range(block, segment, pattern, patterns, q_blocks, k_blocks, base, segme
 
 
 @triton.jit
+def query_of_program(q_blocks, group, heads_per_pattern, patterns, q_segment):
+    """One key/value head at a time, late (long) query blocks first, the heads that share its keys beside each other."""
+    pid = tl.program_id(0)
+    kv_head = pid // (q_blocks * group)
+    block = q_blocks - 1 - pid % (q_blocks * group) // group
+    head = kv_head * group + pid % group
+    pattern = head // heads_per_pattern
+    segment = tl.load(q_segment + block)
+    return kv_head, head, block, pattern, segment, segment * patterns + pattern
+
+
+@triton.jit
 def columns_covered(column_bits, row, words, offset):
     """1 where the diagonal ``offset`` of a row is active."""
     word = tl.load(column_bits + row * words + (offset >> 5), mask=offset >= 0, other=0)
@@ -78,14 +87,7 @@ def forward_kernel(q_desc, k_desc, v_desc, column_k_desc, column_v_desc, o, lse,
                    column_ptr, column_ids, column_end, column_bits, column_words,
                    D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr,
                    OVERWRITE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    # one key/value head at a time, late (long) query blocks first, the heads that share its keys beside each other
-    pid = tl.program_id(0)
-    kv_head = pid // (q_blocks * group)
-    block = q_blocks - 1 - pid % (q_blocks * group) // group
-    head = kv_head * group + pid % group
-    pattern = head // heads_per_pattern
-    segment = tl.load(q_segment + block)
-    row = segment * patterns + pattern
+    kv_head, head, block, pattern, segment, row = query_of_program(q_blocks, group, heads_per_pattern, patterns, q_segment)
     low, high = key_range(block, segment, pattern, patterns, q_blocks, k_blocks, base, segments, ptr, bits, before, words,
                           KIND, OWN)  # fmt: skip
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_sparse_ring.config import FixedSelector, PriceSelector, TopPSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import VerticalSlash
+from ds_sparse_ring.index import VALUE_BITS, VerticalSlash, row_of_entries
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
 from ds_sparse_ring.select import triton_compact as compact
@@ -36,7 +36,6 @@ from ds_sparse_ring.select.probe import NOT_FINITE
 from ds_sparse_ring.select.tables import Tables, tables_of
 
 _NO_BOUND = 1 << 62
-_TOKEN_BITS = 40  # of the key row << 40 | token that stands for a column where columns of several ranks are put in order
 _ENTRIES = 1 << 26  # masses or probabilities that selection by mass holds at a time: 256 MiB
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
@@ -487,17 +486,16 @@ def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, tied: _Tied | Non
         before = _before(_bits(tied.words))
         mine = _keys(before.index_select(0, probe.tables.column_rows), _filled(probe, tied.words, before, int(before[-1])))
         candidates = axes.ring_gather_rows(mine).sort().values
-        row = candidates >> _TOKEN_BITS
+        row = candidates >> VALUE_BITS
         rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
         source = probe.tables.segments[:, fields.SOURCE].clamp(min=0)
         run = source[:, None] * probe.patterns + torch.arange(probe.patterns, device=row.device)
         keys = torch.cat([keys, candidates[rank < tied.keep[run.flatten()[row]]]])
     keys = torch.unique(keys)  # sorted; a sink may be tied, too
-    ptr = torch.searchsorted(keys >> _TOKEN_BITS, torch.arange(rows + 1, device=keys.device))
-    return ptr, keys & ((1 << _TOKEN_BITS) - 1)
+    ptr = torch.searchsorted(keys >> VALUE_BITS, torch.arange(rows + 1, device=keys.device))
+    return ptr, keys & ((1 << VALUE_BITS) - 1)
 
 
 def _keys(ptr: Tensor, values: Tensor) -> Tensor:
-    """row << 40 | token of each column."""
-    row = torch.searchsorted(ptr[1:], torch.arange(values.numel(), device=ptr.device), right=True)
-    return (row << _TOKEN_BITS) | values
+    """Of each column, its row and its token in one integer, by which columns of several ranks are put in order."""
+    return (row_of_entries(ptr, values) << VALUE_BITS) | values
