@@ -31,11 +31,17 @@ _ALIGNMENT = 16  # bytes, of rows that the copy engine reads
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of a kernel: keys per tile of columns, depth of the software pipeline, warps per program."""
+    """Launch parameters of a kernel.
+
+    Attributes:
+        tile: keys per tile of columns. stages: depth of the software pipeline. warps: of a program. registers: a thread has at
+            most so many; None: as the compiler likes.
+    """
 
     tile: int
     stages: int
     warps: int
+    registers: int | None = None
 
 
 def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
@@ -44,7 +50,7 @@ def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
         return Tuning(32, 1, 8)
     if padded_head > 128:
         return Tuning(64, 1, 8)
-    return Tuning(128, 1, 4) if kernel == "forward" else Tuning(64, 2, 4)
+    return Tuning(128, 1, 4, registers=168) if kernel == "forward" else Tuning(64, 2, 4)
 
 
 class TritonKernel(TorchKernel):
@@ -182,7 +188,7 @@ class _Call:
         named = self._arguments | self._lists(transposed=name == "dkv") | self._column_arguments(tune.tile)
         named |= {"TILE": tune.tile, "STAGES": tune.stages}
         with torch.cuda.device_of(self._arguments["lse"]):
-            kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps)
+            kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps, maxnreg=tune.registers)
 
     def column_tiles(self, name: str) -> int:
         """Programs that cover all tiles of columns."""

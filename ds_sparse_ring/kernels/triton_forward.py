@@ -4,8 +4,8 @@ A program walks a list of key blocks (local offsets of block diagonals, explicit
 columns. What comes next in a list is loaded one step ahead, so that no step waits for an address. See `hop_index` for the tables.
 Maxima are kept in base 2: ``scale_log2`` is the scale times log2(e).
 
-Tiles of two neighbouring query blocks, which load the key blocks of both once, were tried in two forms and were slower
-(docs/measurements.md).
+Three programs to a multiprocessor hide each other's waits better than a software pipeline does: hence one stage and a bound on
+registers. Tiles of two query blocks, and two key blocks a step, were tried and were slower (docs/measurements.md).
 """
 
 import triton
@@ -105,32 +105,17 @@ def forward_kernel(q_desc, k_desc, v_desc, column_k_desc, column_v_desc, o, lse,
         v = v_desc.load([kv_head, own * T, 0]).reshape(T, DP)
         acc, largest, total = softmax_step(s, v, acc, largest, total, scale_log2, PRECISION)
 
-    # two key blocks a step: maxima are found and the sums so far rescaled half as often
-    last = tl.maximum(high - 1, low)
-    following0 = tl.load(values + low) if KIND != KIND_FULL else 0
-    following1 = tl.load(values + tl.minimum(low + 1, last)) if KIND != KIND_FULL else 0
-    for j in tl.range(low, high, 2, num_stages=STAGES):
+    following = tl.load(values + low) if KIND != KIND_FULL else 0
+    for j in tl.range(low, high, num_stages=STAGES):
         if KIND == KIND_FULL:
-            key0, key1 = j, tl.minimum(j + 1, last)
+            key = j
         else:
-            key0, key1 = following0, following1
-            if KIND == KIND_VERTICAL_SLASH:
-                key0, key1 = own - key0, own - key1
-            following0, following1 = tl.load(values + tl.minimum(j + 2, last)), tl.load(values + tl.minimum(j + 3, last))
-        k0 = k_desc.load([kv_head, key0 * T, 0]).reshape(T, DP)
-        k1 = k_desc.load([kv_head, key1 * T, 0]).reshape(T, DP)
-        s0 = tl.dot(q, k0.T, input_precision=PRECISION)
-        s1 = tl.dot(q, k1.T, input_precision=PRECISION)
-        s1 = tl.where(j < last, s1, float("-inf"))  # an odd list ends with the same block twice
-        v0 = v_desc.load([kv_head, key0 * T, 0]).reshape(T, DP)
-        v1 = v_desc.load([kv_head, key1 * T, 0]).reshape(T, DP)
-        seen = tl.maximum(largest, tl.max(tl.maximum(s0, s1), 1) * scale_log2)
-        factor = tl.exp2(largest - seen)
-        p0, p1 = tl.exp2(s0 * scale_log2 - seen[:, None]), tl.exp2(s1 * scale_log2 - seen[:, None])
-        total = total * factor + tl.sum(p0 + p1, 1)
-        acc = tl.dot(p0.to(v0.dtype), v0, acc * factor[:, None], input_precision=PRECISION)
-        acc = tl.dot(p1.to(v1.dtype), v1, acc, input_precision=PRECISION)
-        largest = seen
+            key = own - following if KIND == KIND_VERTICAL_SLASH else following
+            following = tl.load(values + j + 1)
+        k = k_desc.load([kv_head, key * T, 0]).reshape(T, DP)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        v = v_desc.load([kv_head, key * T, 0]).reshape(T, DP)
+        acc, largest, total = softmax_step(s, v, acc, largest, total, scale_log2, PRECISION)
 
     if COLUMNS:
         start = tl.load(column_ptr + row).to(tl.int32)

@@ -134,13 +134,13 @@ def select_fast(
         raise SparseRingError(f'selection: Triton does not choose from {q.dtype} and {k.dtype}; method="reference" does')
     with torch.cuda.device_of(q):
         bounded = isinstance(selector, PriceSelector) and context.segments[-1].end >= _BOUNDED_BLOCKS
-        probe, infinite = _probe(q, k, context, scale, bounded)
+        probe, refused = _probe(q, k, context, scale, bounded)
         if isinstance(selector, PriceSelector):
             words, flags = _by_price(probe, selector.price)
             tied = None
         else:
             words, flags, tied = _by_mass(probe, selector)
-        return _index(probe, words, flags, tied, infinite)
+        return _index(probe, words, flags, tied, refused)
 
 
 def launch_options(head_size: int, element_bytes: int, heads: int = 1) -> dict[str, int]:
@@ -165,7 +165,7 @@ def _options(q: Tensor, k: Tensor, heads: int = 1) -> dict[str, Any]:
 
 
 def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded: bool) -> tuple[_Probe, Tensor]:
-    """Rows and log-sum-exp of all probes; and a flag on the device: some score is not finite."""
+    """Rows and log-sum-exp of all probes; and flags on the device: some score is not finite."""
     patterns = q.shape[0] // context.config.heads_per_pattern
     tables = tables_of(context, patterns, q.device)
     k = k if k.stride(2) == 1 else k.contiguous()
@@ -176,8 +176,7 @@ def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded
     bounds = None
     if bounded:
         largest, total = _log_sum_exp(q_rows, k, tables, tables.anchor_chunks, scale2, None)
-        anchors = context.axes.ring_max(largest + total.log2())
-        anchors = torch.where(tables.valid, anchors, math.inf)
+        anchors = context.axes.ring_max(_row_sums(largest, total, tables)[0])
         bounds = _Bounds(anchors, anchors.new_empty(tables.column_slots // patterns * q.shape[0]))
     largest, total = _log_sum_exp(q_rows, k, tables, tables.chunks, scale2, bounds)
     if context.axes.ring_size > 1:
@@ -185,10 +184,16 @@ def _probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded
         largest = context.axes.ring_max(largest)
         total *= (local - largest).exp2()
         total = context.axes.ring_sum(total)
-    lse = largest + total.log2()
-    infinite = (~lse.isfinite() & tables.valid).any()
-    lse = torch.where(tables.valid, lse, math.inf)
-    return _Probe(q_rows, k, lse, tables, context, patterns, scale2, bounds), infinite
+    lse, refused = _row_sums(largest, total, tables)
+    return _Probe(q_rows, k, lse, tables, context, patterns, scale2, bounds), refused
+
+
+def _row_sums(largest: Tensor, total: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp, +inf for rows that are not valid, and which groups' are not finite: int64 ``[H, G]``."""
+    heads, groups = largest.shape[0], tables.groups.shape[0]
+    lse, refused = torch.empty_like(largest), tables.groups.new_empty(heads, groups)
+    kernels.lse_kernel[(groups, heads)](largest, total, tables.valid, lse, refused, groups)
+    return lse, refused
 
 
 def _log_sum_exp(
@@ -219,7 +224,7 @@ def _log_sum_exp(
 
 
 def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
-    """Words of columns (sinks included) and flags of diagonals."""
+    """Words of columns (sinks included) and flags of diagonals, behind a zero."""
     t, patterns = probe.tables, probe.patterns
     words = t.groups.new_empty(t.column_slots)
     partials = probe.lse.new_empty(t.column_slots, 4)
@@ -235,7 +240,7 @@ def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
     grid = (t.diagonal_tiles.shape[0] * patterns,)
     kernels.diagonal_mass_kernel[grid](partials, t.groups, t.segments, t.diagonal_tiles, t.local_of, mass, patterns)
     mass = probe.context.axes.ring_sum(mass)
-    flags = mass.new_empty(t.diagonal_slots, dtype=torch.int32)
+    flags = words.new_empty(t.diagonal_slots + 1)
     kernels.diagonal_flag_kernel[grid](
         mass, t.groups, t.segments, t.diagonal_tiles, flags, BLOCK * price, patterns, WORDS=False
     )  # fmt: skip
@@ -283,7 +288,7 @@ def _by_mass(probe: _Probe, selector: TopPSelector | FixedSelector) -> tuple[Ten
     compact.sink_kernel[(t.chunks.shape[0] * patterns,)](
         columns.words, t.groups, t.chunks, t.key_blocks, patterns, SLOT=fields.SLOT, SIZE=fields.TILES, SINK_END=fields.SINK_END
     )
-    flags = columns.words.new_empty(t.diagonal_slots, dtype=torch.int32)
+    flags = columns.words.new_empty(t.diagonal_slots + 1)
     kernels.diagonal_flag_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
         offsets.words, t.groups, t.segments, t.diagonal_tiles, flags, 0.0, patterns, WORDS=True
     )  # fmt: skip
@@ -417,35 +422,29 @@ def _cut_ties(probe: _Probe, marks: _Marks) -> None:
     """Add to the marked entries the first tied ones of each run, as many as its budget needs."""
     chunks = marks.kind.chunks(probe.tables)
     compact.cut_ties_kernel[(chunks.shape[0] * probe.patterns,)](
-        marks.words, marks.tied, _before(_bits(marks.tied)), probe.tables.groups, chunks, marks.state, probe.patterns,
+        marks.words, marks.tied, _bits_before(marks.tied), probe.tables.groups, chunks, marks.state, probe.patterns,
         **marks.kind.options,
     )  # fmt: skip
 
 
-def _bits(words: Tensor) -> Tensor:
-    """Bits set in each word, int32."""
-    counts = torch.empty_like(words, dtype=torch.int32)
-    if words.numel():
-        compact.count_kernel[(-(-words.numel() // 1024),)](words, counts, words.numel(), SIZE=1024)
-    return counts
+def _bits_before(words: Tensor) -> Tensor:
+    """Bits set in all words before each one, and in all of them: int64, one longer than ``words``."""
+    if not words.numel():
+        return words.new_zeros(1)
+    counts = words.new_empty(words.numel() + 1)
+    compact.count_kernel[(-(-words.numel() // 1024),)](words, counts, words.numel(), SIZE=1024)
+    return counts.cumsum(0)
 
 
-def _before(counts: Tensor) -> Tensor:
-    """Sums of all counts before each one, and of all of them: int64, one longer than ``counts``."""
-    out = counts.new_zeros(counts.numel() + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, dtype=torch.int64, out=out[1:])
-    return out
-
-
-def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, infinite: Tensor) -> VerticalSlash:
+def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, refused: Tensor) -> VerticalSlash:
     """Compressed rows from the words of columns and the flags of diagonals; here the host waits for their lengths.
 
     Everything is launched before: rows are written where there is room for the most of them, and what was chosen is copied, since
     the index lives until the backward pass.
     """
     t, context, patterns = probe.tables, probe.context, probe.patterns
-    columns_before, diagonals_before = _before(_bits(words)), _before(flags)
-    diagonal_values = flags.new_empty(t.diagonal_slots, dtype=torch.int64)
+    columns_before, diagonals_before = _bits_before(words), flags.cumsum(0)
+    diagonal_values = flags.new_empty(t.diagonal_slots)
     compact.fill_diagonals_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
         flags, diagonals_before, t.segments, t.diagonal_tiles, diagonal_values, patterns, FIELDS=fields.SEGMENT_FIELDS,
         REACH=fields.SEGMENT_REACH, SLOT=fields.SEGMENT_SLOT, TILE=fields.DIAGONAL_TILE,
@@ -453,8 +452,10 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, infi
     column_values = _filled(probe, words, columns_before, min(words.numel() * BLOCK, _ROOM))
     diagonal_ptr = diagonals_before.index_select(0, t.diagonal_rows)
     column_ptr = columns_before.index_select(0, t.column_rows)
-    columns, diagonals, refused = torch.stack([columns_before[-1], diagonals_before[-1], infinite.long()]).tolist()
-    if refused:
+    summary = flags.new_empty(3)
+    compact.summary_kernel[(1,)](columns_before[-1:], diagonals_before[-1:], refused, refused.numel(), summary, SIZE=256)
+    columns, diagonals, not_finite = summary.tolist()
+    if not_finite:
         raise SparseRingError(NOT_FINITE)
     if columns > column_values.numel():
         column_values = _filled(probe, words, columns_before, columns)
@@ -483,7 +484,7 @@ def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, tied: _Tied | Non
     axes, rows = probe.context.axes, ptr.numel() - 1
     keys = axes.ring_gather_rows(_keys(ptr, values))
     if tied is not None:
-        before = _before(_bits(tied.words))
+        before = _bits_before(tied.words)
         mine = _keys(before.index_select(0, probe.tables.column_rows), _filled(probe, tied.words, before, int(before[-1])))
         candidates = axes.ring_gather_rows(mine).sort().values
         row = candidates >> VALUE_BITS

@@ -225,8 +225,9 @@ def sink_kernel(words, groups, chunks, key_blocks, P, SLOT: tl.constexpr, SIZE: 
 
 @triton.jit
 def count_kernel(words, counts, n, SIZE: tl.constexpr):
-    """Bits that are set in each word: ``counts`` int32 [n]. Grid: n / SIZE."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    """Bits that are set in each word: ``counts`` int64 [n + 1], 0 and theirs. Grid: n / SIZE."""
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    at = first + tl.arange(0, SIZE)
     word = tl.load(words + at, mask=at < n, other=0)
     word = word - ((word >> 1) & 0x5555555555555555)
     word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
@@ -234,7 +235,20 @@ def count_kernel(words, counts, n, SIZE: tl.constexpr):
     word = word + (word >> 8)
     word = word + (word >> 16)
     word = word + (word >> 32)
-    tl.store(counts + at, (word & 0x7F).to(tl.int32), mask=at < n)
+    tl.store(counts + 1 + at, word & 0x7F, mask=at < n)
+    tl.store(counts, tl.zeros([], tl.int64), mask=first == 0)
+
+
+@triton.jit
+def summary_kernel(columns, diagonals, refused, groups, out, SIZE: tl.constexpr):
+    """What the host waits for: int64 [3], numbers of columns and diagonals and whether a group was refused. Grid: 1."""
+    some = tl.zeros([SIZE], tl.int64)
+    for first in range(0, groups, SIZE):
+        at = first + tl.arange(0, SIZE)
+        some = tl.maximum(some, tl.load(refused + at, mask=at < groups, other=0))
+    tl.store(out, tl.load(columns))
+    tl.store(out + 1, tl.load(diagonals))
+    tl.store(out + 2, tl.max(some, 0))
 
 
 @triton.jit
@@ -270,7 +284,7 @@ def fill_columns_kernel(
 
 @triton.jit
 def fill_diagonals_kernel(
-    flags,  # int32, one per slot of a diagonal
+    flags,  # int64, a zero and one per slot of a diagonal
     before,  # int64 [slots + 1]: diagonals in all slots before
     segments,
     tiles,
@@ -288,5 +302,5 @@ def fill_diagonals_kernel(
     reach = tl.load(segment + REACH)
     offset = tl.load(tiles + t * 2 + 1) + tl.arange(0, TILE)
     at = tl.load(segment + SLOT) * P + pid % P * reach + offset
-    on = tl.load(flags + at, mask=offset < reach, other=0) > 0
+    on = tl.load(flags + 1 + at, mask=offset < reach, other=0) > 0
     tl.store(values + tl.load(before + at, mask=on, other=0), offset, mask=on)

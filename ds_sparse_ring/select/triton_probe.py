@@ -190,6 +190,27 @@ def lse_merge_kernel(
 
 
 @triton.jit
+def lse_kernel(
+    largest,  # fp32 [H, G * R]
+    total,  # fp32 [H, G * R]
+    valid,  # bool [G * R]
+    lse,  # fp32 [H, G * R]: +inf for rows that are not valid
+    refused,  # int64 [H, G]: 1 if a valid row is not finite
+    G,
+):
+    """Log-sum-exp of rows. Grid: (G, H)."""
+    g = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    r = tl.arange(0, 64)
+    at = (h * G + g) * 64 + r
+    row = tl.load(largest + at) + tl.log2(tl.load(total + at))
+    counts = tl.load(valid + g * 64 + r) != 0
+    infinite = (row != row) | (tl.abs(row) == float("inf"))
+    tl.store(lse + at, tl.where(counts, row, float("inf")))
+    tl.store(refused + h * G + g, tl.max((counts & infinite).to(tl.int64), 0))
+
+
+@triton.jit
 def _probabilities(q, k_tile, lse, scale2):
     """Probabilities [T keys, rows]: with keys along the first axis, sums over rows stay inside a warp.
 
@@ -421,7 +442,7 @@ def diagonal_flag_kernel(
     groups,
     segments,
     tiles,
-    flags,  # int32, one per slot of a diagonal
+    flags,  # int64, a zero and one per slot of a diagonal
     threshold,
     P,
     WORDS: tl.constexpr,
@@ -449,7 +470,8 @@ def diagonal_flag_kernel(
             on = on | (own != 0) | ((nearer & -2) != 0)
     else:
         on = on | (tl.load(mass + at, mask=offset < reach, other=0.0) > threshold)
-    tl.store(flags + at, on.to(tl.int32), mask=offset < reach)
+    tl.store(flags + 1 + at, on.to(tl.int64), mask=offset < reach)
+    tl.store(flags, tl.zeros([], tl.int64), mask=pid == 0)
 
 
 @triton.jit
