@@ -216,21 +216,23 @@ class _Autograd:
 
 
 class Flex(_Autograd):
-    """FlexAttention: tiles of ``size`` tokens from a `BlockMask`, columns and the triangle by its ``mask_mod``."""
+    """FlexAttention: tiles of 128 tokens from a `BlockMask`, columns and the triangle by its ``mask_mod``.
 
-    def __init__(self, size: int, problem: Problem) -> None:
-        self.name, self.problem = f"flex-{size}", problem
-        whole, partly = _maps(problem, size)
-        self.executed_pairs = float((whole | partly).sum()) * size * size
-        self.block_mask = _block_mask(problem, whole, partly, size)
+    Its backward pass has no smaller tiles on Hopper (torch 2.11).
+    """
+
+    name = "flex-128"
+    size = 128
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        whole, partly = _maps(problem, self.size)
+        self.executed_pairs = float((whole | partly).sum()) * self.size**2
+        self.block_mask = _block_mask(problem, whole, partly, self.size)
         self.inputs = [x[None].detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
         self.do = problem.do[None]
-        # its default tiles of 128 do not fit into blocks of 64
-        options = {f"BLOCK_{x}": 64 for x in ("M", "N", "M1", "N1", "M2", "N2")} if size < 128 else None
         grouped = problem.heads != problem.k.shape[0]
-        self._attend = partial(
-            _compiled_flex(), block_mask=self.block_mask, scale=problem.scale, enable_gqa=grouped, kernel_options=options
-        )
+        self._attend = partial(_compiled_flex(), block_mask=self.block_mask, scale=problem.scale, enable_gqa=grouped)
 
     def attend(self) -> Tensor:
         # compiled backward passes that may overwrite what they saved run only once

@@ -53,7 +53,7 @@ def main(
     segment_tokens: Annotated[int, typer.Option(help="Tokens of a segment.")] = 16384,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     backends: Annotated[str, typer.Option(help="Backends of ours; empty: every fast one that runs here.")] = "",
-    peers: Annotated[str, typer.Option(help="Other libraries: flex-64, flex-128, fa4-128; empty: none.")] = "flex-128,fa4-128",
+    peers: Annotated[str, typer.Option(help="Other libraries: flex-128, fa4-128; empty: none.")] = "flex-128,fa4-128",
     dense: Annotated[str, typer.Option(help="Library for dense attention; empty: the best one.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
     check_tokens: Annotated[int, typer.Option(help="Length at which errors are measured; 0: not at all.")] = 2048,
@@ -292,8 +292,7 @@ def _makers(backends: list[str], peers: list[str], device: torch.device) -> _Mak
         SparseRingError: a peer that is not known.
     """
     known: _Makers = {
-        "flex-64": lambda problem: Flex(64, problem),
-        "flex-128": lambda problem: Flex(128, problem),
+        "flex-128": Flex,
         "fa4-128": FlashSparse,
     }
     unknown = [name for name in peers if name not in known]

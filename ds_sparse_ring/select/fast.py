@@ -218,7 +218,7 @@ def _log_sum_exp(
     kernels.lse_merge_kernel[(groups, heads)](
         parts[0], parts[1], tables.groups, out[0], out[1], groups, heads,
         BEGIN=fields.CHUNK_BEGIN if whole else fields.ANCHOR_BEGIN, END=fields.CHUNK_END if whole else fields.ANCHOR_END,
-        CHUNKS=16,
+        CHUNKS=64,
     )  # fmt: skip
     return out[0], out[1]
 

@@ -72,13 +72,12 @@ def test_counts_equal_those_of_the_index(kind) -> None:
     assert tile_pairs(index) >= active_pairs(index)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_flex_attention_gets_the_mask_of_the_index(size: int) -> None:
+def test_flex_attention_gets_the_mask_of_the_index() -> None:
     problem = _problem(pattern("clustered", make_segments([512], 8, 256), 4, density=0.5, heads_per_pattern=2))
-    flex = Flex(size, problem)
+    flex = Flex(problem)
     tokens = torch.arange(512)
     masks = torch.stack([flex.block_mask.mask_mod(tokens[:0], torch.tensor(h), tokens[:, None], tokens[None]) for h in range(4)])
-    listed = flex.block_mask.to_dense()[0].bool().repeat_interleave(size, 1).repeat_interleave(size, 2)
+    listed = flex.block_mask.to_dense()[0].bool().repeat_interleave(flex.size, 1).repeat_interleave(flex.size, 2)
     expected = torch.stack([index_mask(problem, head) for head in range(4)])
     assert torch.equal(masks & listed, expected)
 
