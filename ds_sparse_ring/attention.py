@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, density, span_pairs
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
@@ -83,8 +84,14 @@ class _SparseRingAttention(torch.autograd.Function):
         slot: Slot[_Kept] | None,
     ) -> Tensor:
         heads = q.shape[0], k.shape[0]
-        q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
+        if not context.heads_exchanged:
+            q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
         kept = slot.take() if slot is not None else None
+        if kept is not None and kept.index.segments != context.segments:
+            raise SparseRingError(
+                "gradient checkpointing: the replay works on another sequence than the first pass: run backward before the next "
+                "sequence is set, or pass each batch's sparse_ring entry to attention as an argument"
+            )
         index = kept.index if kept is not None else _select(q, k, context, layer, scale)
         if kept is not None and kept.o is not None and kept.lse is not None:
             o, lse, columns = kept.o, kept.lse, kept.columns
@@ -102,7 +109,7 @@ class _SparseRingAttention(torch.autograd.Function):
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
-        return to_tokens(o, context.axes, heads[0])
+        return o if context.heads_exchanged else to_tokens(o, context.axes, heads[0])
 
     @staticmethod
     @once_differentiable
@@ -110,11 +117,12 @@ class _SparseRingAttention(torch.autograd.Function):
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         columns = ColumnKV(column_k, column_v) if column_k.numel() else None
         with torch.autocast(q.device.type, enabled=False), ctx.context.meter.timed("attention"):
-            axes, (heads, kv_heads) = ctx.context.axes, ctx.heads
-            do = to_heads(grads[0], axes)
-            gradients = ring_backward(q, k, v, o, lse, do, ctx.index, columns, ctx.context, ctx.scale)
-            counts = (heads, kv_heads, kv_heads)
-            dq, dk, dv = (to_tokens(x, axes, count).to(q.dtype) for x, count in zip(gradients, counts, strict=True))
+            exchanged, axes, (heads, kv_heads) = ctx.context.heads_exchanged, ctx.context.axes, ctx.heads
+            do = grads[0] if exchanged else to_heads(grads[0], axes)
+            dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, ctx.context, ctx.scale)
+            if not exchanged:
+                dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
+            dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         return dq, dk, dv, None, None, None, None
 
 
@@ -132,25 +140,31 @@ def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer:
     spans = context.layout.spans(context.rank)
     by_span = torch.stack([span_pairs(index, span.map, span.blocks) for span in spans])
     local_pairs = by_span.sum(0) * context.config.heads_per_pattern
+    patterns = [index.patterns] * context.axes.ulysses_size
+    if context.heads_exchanged:  # another library's shares of the heads may be unequal
+        patterns = context.axes.ulysses_counts(index.patterns, q.device)
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)
-        ones = _of_all_heads(ones, context)
+        ones = _of_all_heads(ones, patterns, context)
         context.meter.record(layer, ones, ones, float(local_pairs.sum()))
         return
     recall = estimated_recall(q, k, index, context, scale=scale).double()
     shares, recall, pairs = torch.stack([density(index), recall, local_pairs.double()]).cpu()  # the host waits once for all
-    shares, recall = (_of_all_heads(x, context) for x in (shares, recall))
+    shares, recall = (_of_all_heads(x, patterns, context) for x in (shares, recall))
     rows = context.config.true_recall_rows
     measured = true_recall(q, k, index, context, scale=scale, rows=rows) if rows else None
     context.meter.record(layer, shares, recall, float(pairs.sum()), measured)
 
 
-def _of_all_heads(mine: Tensor, context: SequenceContext) -> Tensor:
-    """Values of this rank's patterns ``[P]`` among those of its Ulysses group, so that the mean over ranks is right for all."""
-    size, patterns = context.axes.ulysses_size, mine.numel()
-    first = context.axes.ulysses_rank * patterns
-    out = mine.new_zeros(size * patterns)
-    out[first : first + patterns] = size * mine
+def _of_all_heads(mine: Tensor, patterns: list[int], context: SequenceContext) -> Tensor:
+    """Values of this rank's patterns ``[P]`` among those of its Ulysses group, so that the mean over ranks is right for all.
+
+    Args:
+        patterns: how many each rank of the group has.
+    """
+    first = sum(patterns[: context.axes.ulysses_rank])
+    out = mine.new_zeros(sum(patterns))
+    out[first : first + mine.numel()] = context.axes.ulysses_size * mine
     return out
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,11 +63,26 @@ class Sequence:
         """Tokens of the original batch without its padding."""
         return sum(d.end - d.begin for d in self.documents)
 
+    @cached_property
+    def longest_document(self) -> int:
+        """Tokens of the longest document."""
+        return max(d.end - d.begin for d in self.documents)
+
     @property
     def causal_pairs(self) -> int:
         """(query, key) pairs of dense causal attention inside the documents, whole blocks counted, per head."""
         blocks = [blocks_of(d.end - d.begin) for d in self.documents]
         return sum(BLOCK * BLOCK * b * (b - 1) // 2 + b * BLOCK * (BLOCK + 1) // 2 for b in blocks)
+
+    def positions(self) -> Tensor:
+        """Place within its document of each token of this rank, counted from 0; int64 ``[n]``.
+
+        Padding at the end of a document counts on. Differences within a document are those of the batch's ``position_ids``.
+        """
+        begins = torch.tensor([segment.begin for segment in self.segments])
+        tokens = self.layout.token_ids(self.rank)
+        segment = torch.searchsorted(begins, tokens // BLOCK, right=True) - 1
+        return tokens - torch.tensor([s.document_begin * BLOCK for s in self.segments])[segment]
 
     def stream_positions(self) -> tuple[Tensor, Tensor]:
         """Flat index ``row * S + column`` of each original token, and its token id in the aligned stream; int64 ``[tokens]``."""
@@ -85,14 +101,14 @@ class Sequence:
 
 
 def shard_batch(
-    batch: Mapping[str, Any], *, kind: LayoutKind, ranks: int, rank: int, segment_tokens: int | None
+    batch: Mapping[str, Any], *, kind: LayoutKind, ranks: int, rank: int, segment_tokens: int | None, group: int = 1
 ) -> dict[str, Any]:
     """This rank's part of a batch that all ranks of the ring hold in full.
 
     Args:
         batch: ``input_ids`` int ``[B, S]``; optional ``labels`` ``[B, S]`` (unshifted, -100 is no target), ``attention_mask``
             ``[B, S]`` (0 is padding, at one or both ends of a row), ``position_ids`` ``[B, S]`` (counting up within a document).
-        kind, ranks, rank: the layout. segment_tokens: see `SparseRingConfig`.
+        kind, ranks, rank, group: the layout and the place in it. segment_tokens: see `SparseRingConfig`.
 
     Returns:
         ``input_ids``, ``position_ids`` ``[1, n]``, ``sparse_ring`` (a `Sequence`) and, if there were labels, ``labels`` and
@@ -104,7 +120,7 @@ def shard_batch(
     input_ids = _checked(batch)
     documents = _documents(batch, input_ids)
     lengths = [d.end - d.begin for d in documents]
-    layout = Layout.for_blocks(kind, ranks, sum(blocks_of(length) for length in lengths))
+    layout = Layout.for_blocks(kind, ranks, sum(blocks_of(length) for length in lengths), group)
     sequence = Sequence(
         shape=(input_ids.shape[0], input_ids.shape[1]),
         documents=documents,

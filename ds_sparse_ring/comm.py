@@ -64,11 +64,6 @@ class Axes:
         return self.sequence_rank % self.ulysses_size
 
     @property
-    def layout_rank(self) -> int:
-        """Whose part of the striped layout this process holds: a Ulysses group together has every ring_size-th block."""
-        return self.ring_rank + self.ulysses_rank * self.ring_size
-
-    @property
     def data_size(self) -> int:
         """Sequences that are worked on at once."""
         return self.world_size // self.sequence_size
@@ -152,12 +147,20 @@ class Axes:
         return parts
 
     def sequence_gather(self, x: Tensor) -> list[Tensor]:
-        """Tensors of one shape and dtype from all ranks that share a sequence, in the order of the layout."""
+        """Tensors of one shape and dtype from all ranks that share a sequence, in their order."""
         if self.sequence_size == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.sequence_size)]
         dist.all_gather(parts, x.contiguous(), group=self.sequence_group)
-        return [parts[ring * self.ulysses_size + place] for place in range(self.ulysses_size) for ring in range(self.ring_size)]
+        return parts
+
+    def ulysses_counts(self, count: int, device: torch.device) -> list[int]:
+        """A host number of each rank of the Ulysses group, in their order; the host waits for it."""
+        if self.ulysses_size == 1:
+            return [count]
+        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.ulysses_size)]
+        dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
+        return torch.cat(parts).tolist()
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Within the Ulysses group: ``x[i]`` goes to rank i, and ``out[i]`` comes from it. ``[ulysses_size, ...]``."""

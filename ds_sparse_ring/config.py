@@ -161,8 +161,6 @@ class SparseRingConfig(_Strict):
                 f"segment_tokens = {self.segment_tokens} is not a multiple of {BLOCK_TOKENS}: "
                 f"use {below} or {below + BLOCK_TOKENS}"
             )
-        if self.ulysses_degree > 1 and self.layout != "striped":
-            raise ValueError(f'ulysses_degree = {self.ulysses_degree} needs layout = "striped", not "{self.layout}"')
         if self.probe == "previous" and self.segment_tokens is None:
             raise ValueError(
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '

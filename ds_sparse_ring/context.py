@@ -24,6 +24,8 @@ class SequenceContext:
             queries are grouped.
         selector: what chooses the index for this micro-batch (the configured one, or the full index during warm-up).
         meter: where layers report density, recall and work.
+        heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
+            rank's share of the heads, for all tokens of the group in the order of its ranks.
     """
 
     layout: Layout
@@ -33,6 +35,7 @@ class SequenceContext:
     selector: Selector
     kernel: Kernel
     meter: Meter
+    heads_exchanged: bool = False
 
     @property
     def rank(self) -> int:
@@ -45,7 +48,8 @@ class SequenceContext:
         Args:
             q: ``[1, H, n, D]``; k, v: ``[1, K, n, D]``.
         """
-        tokens, q_shape, k_shape = self.layout.local_tokens // self.axes.ulysses_size, tuple(q.shape), tuple(k.shape)
+        share = self.axes.ulysses_size if self.heads_exchanged else 1
+        tokens, q_shape, k_shape = self.layout.local_tokens * share // self.axes.ulysses_size, tuple(q.shape), tuple(k.shape)
         if q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
             raise SparseRingError(
                 f"attention: queries {q_shape} and keys {k_shape} do not fit this sequence, whose shard is [1, heads, {tokens}, "
@@ -57,4 +61,4 @@ class SequenceContext:
                 f"attention: queries, keys and values are {described}; they need one dtype and head size, and keys and values "
                 "the same shape"
             )
-        self.config.check_heads(q_shape[1], k_shape[1])
+        self.config.check_heads(q_shape[1] * share, k_shape[1] * share)

@@ -165,7 +165,7 @@ def estimate(job: Job, ulysses: int, inner: int | None) -> Estimate:
     config = SparseRingConfig(**{**job.config.model_dump(), "ulysses_degree": ulysses, "inner_degree": inner})
     size = config.check_degree(job.world)
     config.check_heads(model.num_attention_heads, model.num_key_value_heads)
-    layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK)).over_groups(ulysses)
+    layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
     full = isinstance(config.selector, FullSelector)

@@ -12,6 +12,10 @@ contiguous     r*n ... (r+1)*n - 1                  baseline
 zigzag         chunk r and chunk 2R-1-r (of 2R)     baseline: evens out the causal triangle only
 =============  ===================================  ==================================================
 
+A layout may be one over *groups* of neighbouring ranks (Ulysses): each group has the blocks of the table, and its ranks hold
+consecutive parts of them, so that their shards, one after the other, are the group's shard. With one group for all ranks these
+are plain contiguous shards of the sequence, whatever the kind.
+
 Pure integers: nothing here touches a process group or a device.
 """
 
@@ -88,45 +92,47 @@ class Span:
         """Highest global block of the span."""
         return self.map.start + self.map.stride * (self.blocks - 1)
 
+    def cut(self, begin: int, end: int) -> Span:
+        """What local blocks ``[begin, end)`` have of the span (maybe nothing), counted from ``begin``."""
+        low, high = max(begin, self.local_begin), min(end, self.local_begin + self.blocks)
+        start = self.map.start + self.map.stride * (low - self.local_begin)
+        return Span(low - begin, high - low, BlockMap(self.map.stride, start))
+
 
 @dataclass(frozen=True)
 class Layout:
     """A sequence of ``ranks * blocks_per_rank`` blocks over ``ranks`` ranks.
 
-    Every rank holds equally many blocks; build one with :meth:`for_blocks`, which says how much padding that takes.
+    Every rank holds equally many blocks; build one with :meth:`for_blocks`, which says how much padding that takes. ``group``
+    neighbouring ranks hold consecutive parts of one shard.
     """
 
     kind: LayoutKind
     ranks: int
     blocks_per_rank: int
+    group: int = 1
 
     @classmethod
-    def for_blocks(cls, kind: LayoutKind, ranks: int, blocks: int) -> Layout:
-        """The smallest layout of ``kind`` over ``ranks`` ranks that holds ``blocks`` blocks.
+    def for_blocks(cls, kind: LayoutKind, ranks: int, blocks: int, group: int = 1) -> Layout:
+        """The smallest layout of ``kind`` over ``ranks`` ranks, in groups of ``group``, that holds ``blocks`` blocks.
 
         Raises:
-            SparseRingError: fewer than one rank or block, or an unknown kind.
+            SparseRingError: fewer than one rank or block, groups that do not divide the ranks, or an unknown kind.
         """
         if ranks < 1 or blocks < 1:
             raise SparseRingError(f"layout: needs at least one rank and one block, got {ranks} ranks, {blocks} blocks")
         if kind not in ("striped", "contiguous", "zigzag"):
             raise SparseRingError(f"layout: unknown kind {kind!r}; use 'striped', 'contiguous' or 'zigzag'")
+        if group < 1 or ranks % group:
+            raise SparseRingError(f"layout: groups of {group} ranks do not divide {ranks} ranks")
         per_rank = -(-blocks // ranks)
         if kind == "zigzag":
-            per_rank += per_rank % 2
-        return cls(kind, ranks, per_rank)
+            per_rank += per_rank * group % 2
+        return cls(kind, ranks, per_rank, group)
 
-    def over_groups(self, size: int) -> Layout:
-        """The striped layout over groups of ``size`` ranks: group g holds the blocks of ranks g, g + ranks / size, ... in order.
-
-        Raises:
-            SparseRingError: another kind of layout, or groups that do not fill it.
-        """
-        if size == 1:
-            return self
-        if self.kind != "striped" or self.ranks % size:
-            raise SparseRingError(f"layout: groups of {size} ranks need a striped layout that they fill, not {self}")
-        return Layout(self.kind, self.ranks // size, self.blocks_per_rank * size)
+    def over_groups(self) -> Layout:
+        """The layout over the groups, each of which counts as one rank."""
+        return Layout(self.kind, self.ranks // self.group, self.blocks_per_rank * self.group)
 
     @property
     def blocks(self) -> int:
@@ -141,6 +147,10 @@ class Layout:
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The spans of ``rank`` in local order; together they cover its local blocks."""
         n = self.blocks_per_rank
+        if self.group > 1:
+            place, part = divmod(rank, self.group)
+            cut = (span.cut(part * n, (part + 1) * n) for span in self.over_groups().spans(place))
+            return tuple(span for span in cut if span.blocks > 0)
         if self.kind == "striped":
             return (Span(0, n, BlockMap(self.ranks, rank)),)
         if self.kind == "contiguous":

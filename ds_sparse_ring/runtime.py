@@ -32,6 +32,8 @@ class SparseRing:
         config: the ``"sparse_ring"`` section. axes: process groups and this rank's place.
         step: optimizer steps done; the training loop sets it, dense warm-up ends by it.
         evaluating: True during evaluation; ``eval_full_index`` acts on it.
+        sequence: the ``sparse_ring`` entry of the micro-batch that is worked on, forward and backward. The training loop sets it
+            for models that cannot pass the entry down to their attention; the others leave it alone.
     """
 
     def __init__(self, config: SparseRingConfig) -> None:
@@ -46,6 +48,11 @@ class SparseRing:
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
         self.step = 0
         self.evaluating = False
+        self.sequence: Sequence | None = None
+        self._positions: tuple[Sequence, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseRing:
+        return self  # a copied model belongs to the same ring; process groups cannot be copied
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRing:
@@ -66,7 +73,10 @@ class SparseRing:
         return ShardingCollator(inner, self._sharder())
 
     def _sharder(self) -> Sharder:
-        return Sharder(self.config.layout, self.axes.sequence_size, self.axes.layout_rank, self.config.segment_tokens)
+        axes = self.axes
+        return Sharder(
+            self.config.layout, axes.sequence_size, axes.sequence_rank, self.config.segment_tokens, group=axes.ulysses_size
+        )
 
     def count_targets(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Valid targets of local batches, summed over batches and all ranks: int64 scalar. Collective over the world."""
@@ -80,27 +90,40 @@ class SparseRing:
         parts = self.axes.sequence_gather(x[0].contiguous())
         return sequence.restore(sequence.layout.unshard(parts))
 
-    def bind(self, sequence: Sequence) -> SequenceContext:
+    def positions(self, sequence: Sequence, device: torch.device) -> Tensor:
+        """`Sequence.positions` on ``device``, int64 ``[n]``; copied there once for all layers of a micro-batch."""
+        if self._positions is None or self._positions[0] is not sequence or self._positions[1].device != device:
+            places = sequence.positions()
+            places = places.pin_memory() if device.type == "cuda" else places  # or the host would wait for the device
+            self._positions = sequence, places.to(device, non_blocking=True)
+        return self._positions[1]
+
+    def bind(self, sequence: Sequence, *, heads_exchanged: bool = False) -> SequenceContext:
         """The context that attention takes, for a batch's ``sparse_ring`` entry.
+
+        Args:
+            heads_exchanged: see `SequenceContext`.
 
         Raises:
             SparseRingError: the batch was sharded for another ring, rank or layout.
         """
         layout = sequence.layout
-        expected = (self.config.layout, self.axes.sequence_size, self.axes.layout_rank)
-        if (layout.kind, layout.ranks, sequence.rank) != expected:
+        sharded = (layout.kind, layout.ranks, layout.group, sequence.rank)
+        expected = (self.config.layout, self.axes.sequence_size, self.axes.ulysses_size, self.axes.sequence_rank)
+        if sharded != expected:
             raise SparseRingError(
-                f"batch: it was sharded as (layout, ranks, rank) = {(layout.kind, layout.ranks, sequence.rank)}, this ring is "
+                f"batch: it was sharded as (layout, ranks, Ulysses group, rank) = {sharded}, this ring is "
                 f"{expected}: shard it with the collator of the ring that the model is attached to"
             )
         return SequenceContext(
-            layout=layout.over_groups(self.axes.ulysses_size),
+            layout=layout.over_groups(),
             segments=sequence.segments,
             axes=self.axes,
             config=self.config,
             selector=self._selector(),
             kernel=self.kernel,
             meter=self.meter,
+            heads_exchanged=heads_exchanged,
         )
 
     def _selector(self) -> Any:
@@ -118,9 +141,11 @@ class Sharder:
     ranks: int
     rank: int
     segment_tokens: int | None
+    group: int = 1
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return shard_batch(batch, kind=self.kind, ranks=self.ranks, rank=self.rank, segment_tokens=self.segment_tokens)
+        place: dict[str, Any] = {"kind": self.kind, "ranks": self.ranks, "rank": self.rank, "group": self.group}
+        return shard_batch(batch, **place, segment_tokens=self.segment_tokens)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import BLOCK, BlockMap, Layout, LayoutKind
 
 layouts = st.builds(
-    Layout.for_blocks,
+    lambda kind, groups, size, blocks: Layout.for_blocks(kind, groups * size, blocks, size),
     st.sampled_from(["striped", "contiguous", "zigzag"]),
     st.integers(1, 17),
+    st.sampled_from([1, 1, 2, 3, 4]),
     st.integers(1, 120),
 )
 
@@ -38,6 +39,21 @@ def test_unshard_inverts_shard(layout: Layout, dim: int) -> None:
     parts = [layout.shard(x, rank, dim) for rank in range(layout.ranks)]
     assert all(part.shape[dim] == layout.local_tokens for part in parts)
     assert torch.equal(layout.unshard(parts, dim), x)
+
+
+@given(layouts)
+def test_the_shards_of_a_group_one_after_the_other_are_a_shard_of_the_layout_over_groups(layout: Layout) -> None:
+    whole, size = layout.over_groups(), layout.group
+    for place in range(whole.ranks):
+        parts = [layout.token_ids(rank) for rank in range(place * size, (place + 1) * size)]
+        assert torch.equal(torch.cat(parts), whole.token_ids(place))
+
+
+@given(st.sampled_from(["striped", "contiguous", "zigzag"]), st.integers(1, 8), st.integers(1, 40))
+def test_one_group_of_all_ranks_has_contiguous_shards(kind: LayoutKind, ranks: int, blocks: int) -> None:
+    layout = Layout.for_blocks(kind, ranks, blocks, ranks)
+    held = torch.cat([layout.token_ids(rank) for rank in range(ranks)])
+    assert torch.equal(held, torch.arange(layout.blocks * BLOCK))
 
 
 @given(layouts, st.data())
@@ -92,3 +108,8 @@ def test_a_tensor_of_another_length_is_refused() -> None:
 def test_impossible_layouts_are_refused(kind: LayoutKind, ranks: int, blocks: int) -> None:
     with pytest.raises(SparseRingError, match="layout"):
         Layout.for_blocks(kind, ranks, blocks)
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(SparseRingError, match="groups of 4 ranks do not divide 6"):
+        Layout.for_blocks("striped", 6, 10, 4)

@@ -96,6 +96,8 @@ class TestRingParity(DistributedTest):
                                          ulysses_degree=size, heads_per_pattern=shared)  # fmt: skip
         if world == 4:
             _check_against_dense([700], 4, 2, ulysses_degree=2, inner_degree=1)
+            for layout in ("contiguous", "zigzag"):
+                _check_against_dense([700], 4, 2, ulysses_degree=2, layout=layout)
 
     def test_documents_shared_patterns_and_a_strictly_causal_probe(self) -> None:
         for probe in ("own", "previous"):
