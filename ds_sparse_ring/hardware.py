@@ -57,15 +57,15 @@ _A100: dict[str, Any] = {
 _H200: dict[str, Any] = {
     "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
     "node_ranks": 8,
-    "dense_forward": 690,
-    "dense_backward": 617,
-    "sparse_forward": 328,
-    "sparse_backward": 337,
+    "dense_forward": 679,
+    "dense_backward": 611,
+    "sparse_forward": 374,
+    "sparse_backward": 321,
     "rest": 463,
     "inner_gb_s": 300,
     "outer_gb_s": 45,
     "latency_ms": 0.08,
-    "index_share": 0.043,
+    "index_share": 0.04,
 }
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",

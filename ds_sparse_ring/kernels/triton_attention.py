@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -243,6 +244,7 @@ class _Call:
         }
 
 
+@lru_cache
 def _padded(head_size: int) -> int:
     """Head size of tiles: a power of two that matrix units take."""
     return max(16, int(triton.next_power_of_2(head_size)))
