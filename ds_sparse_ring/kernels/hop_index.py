@@ -121,16 +121,16 @@ def _spans(
     return Spans(base, residue == 0, residue, *on_device)
 
 
-def offsets(index: VerticalSlash, stride: int, residue: int) -> Offsets:
-    """Diagonals ``stride * a + residue`` as local offsets a, diagonal 0 left out."""
-    device, rows = index.diagonal_values.device, index.diagonal_ptr.numel() - 1
+def offsets(index: VerticalSlash, stride: int) -> list[Offsets]:
+    """For each residue c, diagonals ``stride * a + c`` as local offsets a, diagonal 0 left out: one launch for all hops."""
+    device, rows, size = index.diagonal_values.device, index.diagonal_ptr.numel() - 1, index.diagonal_values.numel() + 1
     words = max(s.end - s.document_begin for s in index.segments) // stride // _WORD + 2
-    bits, before = torch.zeros(2, rows, words, dtype=torch.int32, device=device)
-    values = torch.zeros(index.diagonal_values.numel() + 1, dtype=torch.int32, device=device)
-    offsets_kernel[(rows,)](
-        index.diagonal_ptr, index.diagonal_values, stride, residue, words, values, bits, before, CHUNK=128
+    bits, before = torch.zeros(2, stride, rows, words, dtype=torch.int32, device=device)
+    values = torch.zeros(stride, size, dtype=torch.int32, device=device)
+    offsets_kernel[(rows, stride)](
+        index.diagonal_ptr, index.diagonal_values, stride, size, words, values, bits, before, CHUNK=128
     )  # fmt: skip
-    return Offsets(index.diagonal_ptr, values, bits, before)
+    return [Offsets(index.diagonal_ptr, *tables) for tables in zip(values, bits, before, strict=True)]
 
 
 def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:

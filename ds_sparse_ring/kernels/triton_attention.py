@@ -154,6 +154,7 @@ class _Call:
             columns = None
         self.q_blocks, self.k_blocks = q.shape[1] // BLOCK, k.shape[1] // BLOCK
         self._dtype, self._work, self._columns = q.dtype, work, columns
+        self._tiled: dict[int, dict[str, Any]] = {}
         self._spans = hop_index.spans(work, self.q_blocks, self.k_blocks, q.device)
         index, self._padded = work.index, _padded(q.shape[2])
         self._arguments: dict[str, Any] = {
@@ -209,7 +210,7 @@ class _Call:
         return {"ptr": ptr, "values": values, "bits": unused, "before": unused, "words": 1}
 
     def _offsets(self, index: VerticalSlash, stride: int, residue: int) -> hop_index.Offsets:
-        return index.derived(("offsets", stride, residue), lambda: hop_index.offsets(index, stride, residue))
+        return index.derived(("offsets", stride), lambda: hop_index.offsets(index, stride))[residue]
 
     def _column_table(self, tile: int) -> hop_index.Columns:
         work, index = self._work, self._work.index
@@ -228,10 +229,12 @@ class _Call:
                 "column_v_desc": block,
                 "column_words": 1,
             }
+        if tile in self._tiled:
+            return self._tiled[tile]
         table, index = self._column_table(tile), self._work.index
         assert isinstance(index, VerticalSlash)
         bits = self._offsets(index, 1, 0).bits
-        return {
+        self._tiled[tile] = {
             "column_k_desc": _column_descriptor(self._columns.k, tile),
             "column_v_desc": _column_descriptor(self._columns.v, tile),
             "column_ptr": table.ptr,
@@ -242,6 +245,7 @@ class _Call:
             "tile_row": table.tile_row,
             "tile_begin": table.tile_begin,
         }
+        return self._tiled[tile]
 
 
 @lru_cache

@@ -24,10 +24,16 @@ def bits_below(word, position):
     return count_bits(word.to(tl.uint32, bitcast=True) & ((1 << position.to(tl.uint32)) - 1))
 
 
-@triton.jit
-def offsets_kernel(diagonal_ptr, diagonals, stride, residue, words, values, bits, before, CHUNK: tl.constexpr):
-    """Diagonals ``stride * a + residue`` but diagonal 0: a bitmap of a, counts before each of its words, and the list of a."""
-    row = tl.program_id(0)
+@triton.jit(do_not_specialize=["stride", "size", "words"])
+def offsets_kernel(diagonal_ptr, diagonals, stride, size, words, values, bits, before, CHUNK: tl.constexpr):
+    """Diagonals ``stride * a + residue`` but diagonal 0: a bitmap of a, counts before each of its words, and the list of a.
+
+    Grid: (rows, stride). Each residue has its own ``size`` values and its own bitmaps.
+    """
+    row, residue = tl.program_id(0), tl.program_id(1)
+    values += residue.to(tl.int64) * size
+    bits += residue.to(tl.int64) * tl.num_programs(0) * words
+    before += residue.to(tl.int64) * tl.num_programs(0) * words
     start, end = tl.load(diagonal_ptr + row).to(tl.int32), tl.load(diagonal_ptr + row + 1).to(tl.int32)
     lanes = tl.arange(0, CHUNK)
     for at in tl.range(start, end, CHUNK):

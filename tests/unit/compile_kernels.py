@@ -27,7 +27,7 @@ SUMS = dict.fromkeys(("lse", "delta", "dk", "dv"), "*fp32")
 INTEGERS = {
     *("q_blocks", "k_blocks", "base", "q_stride", "q_start", "patterns", "group", "heads_per_pattern", "words", "column_words"),
     *(f"{x}_{axis}" for x in ("o", "lse", "dq", "dk", "dv") for axis in ("head", "row")),
-    *("stride", "residue"),
+    *("stride", "size"),
 }
 POINTERS = {
     **dict.fromkeys(("groups", "segments", "chunks", "key_blocks", "words"), "*i64"),
