@@ -117,13 +117,22 @@ class Axes:
 
     def world_totals(self, values: list[float]) -> list[float]:
         """Sums of host numbers over all ranks."""
-        if self.world_size == 1:
-            return values
-        nccl = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        totals = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(totals)
-        return totals.tolist()
+        return values if self.world_size == 1 else self.world_sum(_host_numbers(values)).tolist()
+
+    def world_rows(self, values: list[float]) -> list[list[float]]:
+        """Host numbers of all ranks, as many of each: a list per rank."""
+        rows = [0.0] * (self.world_size * len(values))
+        rows[self.rank * len(values) : (self.rank + 1) * len(values)] = values
+        totals = self.world_totals(rows)
+        return [totals[at : at + len(values)] for at in range(0, len(totals), len(values))]
+
+    def ring_largest_and_mean(self, values: list[float]) -> tuple[list[float], list[float]]:
+        """Of each of some host numbers, as many on every rank: the largest over the ring, and the mean."""
+        if self.ring_size == 1:
+            return values, values
+        mine = _host_numbers(values)
+        largest = self.ring_max(mine.clone())
+        return largest.tolist(), (self.ring_sum(mine) / self.ring_size).tolist()
 
     def world_sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -211,12 +220,24 @@ class Exchange:
         self._result = sent if received is None else received
         self._works, self._sent = works, [sent]
 
+    @property
+    def over(self) -> bool:
+        """True once it was waited for, or if there is no transfer."""
+        return not self._works
+
     def wait(self) -> Tensor:
         """What arrived, as often as asked; without a transfer, the tensor that was given."""
         while self._works:
             self._works.pop().wait()
         self._sent.clear()
         return self._result
+
+
+def _host_numbers(values: list[float]) -> Tensor:
+    """Float64, where the default process group reduces."""
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _own_group(groups: list[list[int]], rank: int) -> Any:

@@ -327,6 +327,18 @@ class Pretraining:
         self.log.write({"event": "saved", "step": self.args.steps, "path": str(folder)})
 
 
+_IN_FILE_ONLY = {
+    "per_layer",
+    "per_hop",
+    "compute_s",
+    "ring_wait_s",
+    "columns_s",
+    "heads_s",
+    "sent_inner_bytes",
+    "sent_outer_bytes",
+}
+
+
 class MetricsLog:
     """metrics.jsonl and one line on the screen for each of its lines, on rank 0."""
 
@@ -342,7 +354,7 @@ class MetricsLog:
             return
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items() if k != "per_layer")
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items() if k not in _IN_FILE_ONLY)
         print("  ".join(shown), flush=True)
 
 
