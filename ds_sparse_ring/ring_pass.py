@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from ds_sparse_ring.comm import Exchange
+from ds_sparse_ring.comm import Exchange, Place
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.meter import HopPart
 from ds_sparse_ring.plan import Hop, RingPlan, Transfer
@@ -41,7 +41,7 @@ class RingPass:
         """`Axes.exchange`."""
         if transfer is not None:
             self._meter.count(f"sent_{transfer.level}_bytes", x.numel() * x.element_size())
-        return self._axes.exchange(x, transfer, tag)
+        return self._axes.exchange(x, transfer, tag, Place(self._layer, self._backward, self._hop))
 
     def wait(self, exchange: Exchange) -> Tensor:
         """`Exchange.wait`."""

@@ -142,9 +142,9 @@ class TestRing(DistributedTest):
         sent: list[int] = []
         exchange = Axes.exchange
 
-        def counting(self, x, transfer, tag):
+        def counting(self, x, transfer, *named):
             sent.append(x.numel() * x.element_size() if transfer else 0)
-            return exchange(self, x, transfer, tag)
+            return exchange(self, x, transfer, *named)
 
         monkeypatch.setattr(Axes, "exchange", counting)
         _, sequence, context = bound([700], selector={"kind": "full"})
