@@ -40,11 +40,12 @@ class TestMeter(DistributedTest):
 
     def test_a_slow_rank_shows_in_times_and_not_in_pairs(self) -> None:
         ring, sequence, context = bound([64 * 30], selector={"kind": "full"})
+        _measured(context, sequence)  # loads kernels
         ring.meter.active = True
         _measured(context, sequence, slow_rank=1, delay_s=0.1)
         report = ring.meter.pop()
         assert report["pair_imbalance"] < 1.1
-        assert report["time_imbalance"] > 2 and report["hop_imbalance"] > 2
+        assert 1.5 < report["time_imbalance"] <= 3 and 1.5 < report["hop_imbalance"] <= 3
         assert report["compute_s"] >= 3 * 2 * 0.1 / 3, "three hops, two passes, a third of the ranks"
         assert report["ring_wait_s"] > 0.1, "the others wait for the slow one"
         assert report["exposed_s"] == pytest.approx(report["ring_wait_s"] + report["columns_s"] + report["heads_s"])
@@ -80,6 +81,40 @@ def test_ring_figures_of_one_rank_are_those_of_no_ring() -> None:
     assert (report["time_imbalance"], report["hop_imbalance"], report["ring_wait_s"]) == (1.0, 1.0, 0.0)
     assert report["sent_inner_bytes"] == report["sent_outer_bytes"] == 0
     assert 0 < report["compute_s"] < report["attention_s"]
+
+
+def test_the_hosts_time_for_a_hop_leaves_out_what_taking_times_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events stand in for those of a device, each slow to record; the device takes 2 ms from one to the next."""
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            time.sleep(0.1)
+            recorded.append(self)
+
+        def synchronize(self) -> None:
+            assert popping, "nothing waits for the device before the line is written"
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0 * (recorded.index(end) - recorded.index(self))
+
+    popping = False
+    ring, sequence, context = bound([300], selector={"kind": "full"})
+    ring.meter.active = True
+    _measured(context, sequence)  # what is made once is made
+    ring.meter.pop()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    _measured(context, sequence)
+    popping = True
+    report = ring.meter.pop()
+    assert report["compute_s"] == pytest.approx(2 * 2e-3), "one hop in each pass, from one event to the next"
+    assert report["attention_s"] >= report["compute_s"] + 2 * 2e-3, "events around those of the hops"
+    assert 0 < report["host_us_per_hop"] < 0.1e6, "two events are recorded in each turn of the loop"
+    assert ring.meter.own_s >= len(recorded) * 0.1
 
 
 def test_a_stopwatch_stays_small_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
