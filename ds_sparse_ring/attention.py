@@ -22,11 +22,12 @@ from torch.autograd.function import once_differentiable
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, density, span_pairs
+from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, column_density, density, span_pairs
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
 from ds_sparse_ring.plan import Transfer, ring_plan
+from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
 from ds_sparse_ring.ulysses import to_heads, to_tokens
@@ -85,7 +86,8 @@ class _SparseRingAttention(torch.autograd.Function):
     ) -> Tensor:
         heads = q.shape[0], k.shape[0]
         if not context.heads_exchanged:
-            q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
+            with context.meter.timed("attention"), context.meter.timed("heads"):
+                q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
         kept = slot.take() if slot is not None else None
         if kept is not None and kept.index.segments != context.segments:
             raise SparseRingError(
@@ -98,31 +100,37 @@ class _SparseRingAttention(torch.autograd.Function):
         else:
             with context.meter.timed("attention"):
                 columns = gather_columns(k, v, index, context)
-                o, lse = ring_forward(q, k, v, index, columns, context, scale)
+                o, lse = ring_forward(q, k, v, index, columns, context, layer, scale)
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
             everything = context.config.checkpoint == "output"
             # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
             slot.put(_Kept(index, o.detach(), lse, columns) if everything else _Kept(index))
-        ctx.context, ctx.index, ctx.scale, ctx.heads = context, index, scale, heads
+        ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
-        return o if context.heads_exchanged else to_tokens(o, context.axes, heads[0])
+        if context.heads_exchanged:
+            return o
+        with context.meter.timed("attention"), context.meter.timed("heads"):
+            return to_tokens(o, context.axes, heads[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         columns = ColumnKV(column_k, column_v) if column_k.numel() else None
-        with torch.autocast(q.device.type, enabled=False), ctx.context.meter.timed("attention"):
-            exchanged, axes, (heads, kv_heads) = ctx.context.heads_exchanged, ctx.context.axes, ctx.heads
-            do = grads[0] if exchanged else to_heads(grads[0], axes)
-            dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, ctx.context, ctx.scale)
-            if not exchanged:
-                dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
-            dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+        context, (heads, kv_heads) = ctx.context, ctx.heads
+        axes, meter, exchanged = context.axes, context.meter, context.heads_exchanged
+        with torch.autocast(q.device.type, enabled=False), meter.timed("attention"):
+            with meter.timed("heads"):
+                do = grads[0] if exchanged else to_heads(grads[0], axes)
+            dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale)
+            with meter.timed("heads"):
+                if not exchanged:
+                    dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
+                dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         return dq, dk, dv, None, None, None, None
 
 
@@ -146,14 +154,15 @@ def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer:
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)
         ones = _of_all_heads(ones, patterns, context)
-        context.meter.record(layer, ones, ones, float(local_pairs.sum()))
+        context.meter.record(layer, ones, ones, torch.zeros_like(ones), float(local_pairs.sum()))
         return
     recall = estimated_recall(q, k, index, context, scale=scale).double()
-    shares, recall, pairs = torch.stack([density(index), recall, local_pairs.double()]).cpu()  # the host waits once for all
-    shares, recall = (_of_all_heads(x, patterns, context) for x in (shares, recall))
+    parts = [density(index), recall, column_density(index), local_pairs.double()]
+    *shares, pairs = torch.stack(parts).cpu()  # the host waits once for all
+    of_heads, recall, of_columns = (_of_all_heads(x, patterns, context) for x in shares)
     rows = context.config.true_recall_rows
     measured = true_recall(q, k, index, context, scale=scale, rows=rows) if rows else None
-    context.meter.record(layer, shares, recall, float(pairs.sum()), measured)
+    context.meter.record(layer, of_heads, recall, of_columns, float(pairs.sum()), measured)
 
 
 def _of_all_heads(mine: Tensor, patterns: list[int], context: SequenceContext) -> Tensor:
@@ -177,7 +186,8 @@ def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext)
         return None
     row, held, kv_head = _column_places(k, index, context)
     gathered = torch.stack([k[kv_head, row], v[kv_head, row]]).masked_fill_(~held[:, None], 0)
-    gathered = context.axes.ring_sum(gathered)
+    with context.meter.timed("columns"):
+        gathered = context.axes.ring_sum(gathered)
     return ColumnKV(gathered[0], gathered[1])
 
 
@@ -202,40 +212,50 @@ def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> tupl
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, index: Index, columns: ColumnKV | None, context: SequenceContext, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Index,
+    columns: ColumnKV | None,
+    context: SequenceContext,
+    layer: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Walk the ring: attend to the keys and values at hand while the next ones arrive.
 
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
     """
+    ring = RingPass(context, layer, backward=False)
     if (found := _dense(q, k, index, context)) is not None:
         dense, documents = found
-        return dense.forward(q, k, v, scale=scale, rows=documents)
+        with ring.computing():
+            return dense.forward(q, k, v, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
     kv = torch.stack([k, v])
-    following = context.axes.exchange(kv, None, TAG_KV_AHEAD)
-    for hop in plan.hops:
+    following = ring.exchange(kv, None, TAG_KV_AHEAD)
+    for hop in ring.hops(plan):
         if hop.kv_ahead is not None:
-            following = context.axes.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
-        arriving = context.axes.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
-        for q_span, k_span in hop.work:
-            rows, keys = q_span.tokens, k_span.tokens
-            own = hop.source == context.rank and q_span == k_span
-            context.kernel.forward(
-                q[:, rows],
-                kv[0][:, keys],
-                kv[1][:, keys],
-                Work(q_span.map, k_span.map, index, scale),
-                o[:, rows],
-                lse[:, rows],
-                # the columns are one local task per query span: done with its own keys
-                columns if own else None,
-                overwrite=own,
-            )
-        kv = arriving.wait()
+            following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+        arriving = ring.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
+        with ring.computing():
+            for q_span, k_span in hop.work:
+                rows, keys = q_span.tokens, k_span.tokens
+                own = hop.source == context.rank and q_span == k_span
+                context.kernel.forward(
+                    q[:, rows],
+                    kv[0][:, keys],
+                    kv[1][:, keys],
+                    Work(q_span.map, k_span.map, index, scale),
+                    o[:, rows],
+                    lse[:, rows],
+                    # the columns are one local task per query span: done with its own keys
+                    columns if own else None,
+                    overwrite=own,
+                )
+        kv = ring.wait(arriving)
     return o.to(q.dtype), lse
 
 
@@ -249,6 +269,7 @@ def ring_backward(
     index: Index,
     columns: ColumnKV | None,
     context: SequenceContext,
+    layer: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the ring again: gradients of keys and values travel behind them, summed in ring order, and end at home.
@@ -256,63 +277,68 @@ def ring_backward(
     Returns:
         dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
     """
+    ring = RingPass(context, layer, backward=True)
     if (found := _dense(q, k, index, context)) is not None:
         dense, documents = found
-        return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
+        with ring.computing():
+            return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
     kv = torch.stack([k, v])
-    following = context.axes.exchange(kv, None, TAG_KV_AHEAD)
+    following = ring.exchange(kv, None, TAG_KV_AHEAD)
     travelling = total = None
-    for hop in plan.hops:
+    for hop in ring.hops(plan):
         if hop.kv_ahead is not None:
-            following = context.axes.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
-        arriving = context.axes.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
+            following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+        arriving = ring.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
-        for q_span, k_span in hop.work:
-            rows, keys = q_span.tokens, k_span.tokens
-            own = hop.source == context.rank and q_span == k_span
-            context.kernel.backward(
-                q[:, rows],
-                kv[0][:, keys],
-                kv[1][:, keys],
-                do[:, rows],
-                lse[:, rows],
-                delta[:, rows],
-                Work(q_span.map, k_span.map, index, scale),
-                dq[:, rows],
-                dkv[0][:, keys],
-                dkv[1][:, keys],
-                columns if own else None,
-                d_columns if own else None,
-                overwrite=own,
-            )
+        with ring.computing():
+            for q_span, k_span in hop.work:
+                rows, keys = q_span.tokens, k_span.tokens
+                own = hop.source == context.rank and q_span == k_span
+                context.kernel.backward(
+                    q[:, rows],
+                    kv[0][:, keys],
+                    kv[1][:, keys],
+                    do[:, rows],
+                    lse[:, rows],
+                    delta[:, rows],
+                    Work(q_span.map, k_span.map, index, scale),
+                    dq[:, rows],
+                    dkv[0][:, keys],
+                    dkv[1][:, keys],
+                    columns if own else None,
+                    d_columns if own else None,
+                    overwrite=own,
+                )
         if hop.dkv_ahead is not None and travelling is not None:  # the round before has ended: its sums are home by now
-            total, travelling = _pass_on(travelling, total, hop.dkv_ahead, context), None
+            total, travelling = _pass_on(travelling, total, hop.dkv_ahead, ring), None
         if travelling is not None:
-            dkv += travelling.wait()
-        travelling = context.axes.exchange(dkv, hop.dkv, TAG_DKV)
-        kv = arriving.wait()
+            dkv += ring.wait(travelling)
+        travelling = ring.exchange(dkv, hop.dkv, TAG_DKV)
+        kv = ring.wait(arriving)
     assert travelling is not None
-    dkv = _pass_on(travelling, total, plan.home, context).wait()
+    dkv = ring.wait(_pass_on(travelling, total, plan.home, ring))
     if isinstance(index, VerticalSlash) and d_columns is not None:
         _return_columns(dkv, d_columns, k, index, context)
     return dq, dkv[0], dkv[1]
 
 
-def _pass_on(returning: Exchange, total: Exchange | None, transfer: Transfer | None, context: SequenceContext) -> Exchange:
+def _pass_on(returning: Exchange, total: Exchange | None, transfer: Transfer | None, ring: RingPass) -> Exchange:
     """Add a round's gradient to those of the nodes before, and send the sum to the next node."""
-    dkv = returning.wait()
+    dkv = ring.wait(returning)
     if total is not None:
-        dkv += total.wait()
-    return context.axes.exchange(dkv, transfer, TAG_DKV_AHEAD)
+        dkv += ring.wait(total)
+    return ring.exchange(dkv, transfer, TAG_DKV_AHEAD)
 
 
 def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: VerticalSlash, context: SequenceContext) -> None:
     """Sum the columns' gradients over the ring once and add them where their keys and values live."""
-    total = context.axes.ring_sum(torch.stack([d_columns.k, d_columns.v]))
+    both = torch.stack([d_columns.k, d_columns.v])
+    with context.meter.timed("columns"):
+        total = context.axes.ring_sum(both)
     row, held, kv_head = _column_places(k, index, context)
     place = torch.where(held, kv_head * dkv.shape[2] + row, -1)
     context.kernel.add_rows(dkv.flatten(1, 2), place, total)  # columns of different patterns and segments may be one token

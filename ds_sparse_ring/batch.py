@@ -71,8 +71,7 @@ class Sequence:
     @property
     def causal_pairs(self) -> int:
         """(query, key) pairs of dense causal attention inside the documents, whole blocks counted, per head."""
-        blocks = [blocks_of(d.end - d.begin) for d in self.documents]
-        return sum(BLOCK * BLOCK * b * (b - 1) // 2 + b * BLOCK * (BLOCK + 1) // 2 for b in blocks)
+        return sum(causal_triangle(d.end - d.begin) for d in self.documents)
 
     def positions(self) -> Tensor:
         """Place within its document of each token of this rank, counted from 0; int64 ``[n]``.
@@ -98,6 +97,12 @@ class Sequence:
         out = stream.new_zeros(self.shape[0] * self.shape[1], *stream.shape[1:])
         out[source.to(stream.device)] = stream[target.to(stream.device)]
         return out.unflatten(0, self.shape)
+
+
+def causal_triangle(tokens: int) -> int:
+    """(query, key) pairs of dense causal attention in one document of so many tokens, whole blocks counted."""
+    blocks = blocks_of(tokens)
+    return BLOCK * BLOCK * blocks * (blocks - 1) // 2 + blocks * BLOCK * (BLOCK + 1) // 2
 
 
 def shard_batch(

@@ -127,6 +127,7 @@ def config(
 
 @app.command()
 def plan(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Option(help='A DeepSpeed JSON file with a section "sparse_ring".')] = None,
     model: Annotated[str, typer.Option(help="A named shape, or a folder with config.json.")] = "qwen2.5-3b",
     seq: Annotated[str, typer.Option(help="Tokens of a sequence; K and M are 1024 and 1024 * 1024.")] = "128K",
@@ -135,12 +136,20 @@ def plan(
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="metrics.jsonl of a run: its step beside the simulated one.")] = None,
 ) -> None:
     """Simulate a training step for every schedule that the ranks and heads allow, and name the fastest."""
+    from ds_sparse_ring.plan_compare import print_comparison
     from ds_sparse_ring.plan_report import print_plan
 
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     try:
-        print_plan(config, model, seq, world, hardware, density, columns, timeline)
+        if compare is None:
+            print_plan(config, model, seq, world, hardware, density, columns, timeline)
+            return
+        if idle := sorted(given - {"compare", "hardware"}):
+            raise SparseRingError(f"plan: --compare takes all but --hardware from the log: leave out --{', --'.join(idle)}")
+        print_comparison(compare, hardware if "hardware" in given else None)
     except SparseRingError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

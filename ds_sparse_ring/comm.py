@@ -4,12 +4,19 @@
 and among them those of a Ulysses group, which exchange heads for tokens all at once; then come those of an inner ring. All
 ranks of a group call the same verbs in the same order; transfers of keys and of gradients carry their own tags, and those
 between nodes run in groups of their own, so that they do not queue behind those within.
+
+Nothing waits for ever: with gloo what is late raises here, with an error that names the place; with NCCL, where waiting does not
+stop the host, a watch prints the same before NCCL's own watchdog ends the process. Both after the groups' time-out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +25,22 @@ from torch import Tensor
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import Transfer
+from ds_sparse_ring.watch import TransferWatch
 
 TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
+_CARGO = {TAG_KV: "keys and values", TAG_DKV: "their gradients"}
+_CARGO |= {TAG_KV_AHEAD: "keys and values for the next round", TAG_DKV_AHEAD: "a round's gradients"}
+
+
+class Place(NamedTuple):
+    """Where in the run a transfer belongs, for messages."""
+
+    layer: int
+    backward: bool
+    hop: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, {'backward' if self.backward else 'forward'} pass, hop {self.hop}"
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,7 @@ class Axes:
     Attributes:
         sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
         inner_size: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
+        timeout_s: how long an operation of these groups may take. watch: of the ring's transfers, with NCCL.
     """
 
     world_size: int
@@ -42,6 +64,8 @@ class Axes:
     inner_size: int | None = None
     inner_group: Any = None
     outer_group: Any = None
+    timeout_s: float = SparseRingConfig.model_fields["timeout_s"].default
+    watch: TransferWatch | None = None
 
     @property
     def sequence_rank(self) -> int:
@@ -96,46 +120,61 @@ class Axes:
         hierarchical = inner is not None
         nodes = [ring[at : at + inner] for ring in rings for at in range(0, len(ring), inner)] if inner is not None else []
         across = [ring[place::inner] for ring in rings for place in range(inner)] if inner is not None else []
+        own_group = partial(_own_group, rank=rank, timeout=timedelta(seconds=config.timeout_s))
         return cls(
             world,
             rank,
             size,
             ulysses,
-            sequence_group=_own_group(sequences, rank),
-            ring_group=_own_group(rings, rank),
-            ulysses_group=_own_group(within, rank),
-            data_group=_own_group([list(range(place, world, size)) for place in range(size)], rank),
+            sequence_group=own_group(sequences),
+            ring_group=own_group(rings),
+            ulysses_group=own_group(within),
+            data_group=own_group([list(range(place, world, size)) for place in range(size)]),
             inner_size=inner,
-            inner_group=_own_group(nodes, rank) if hierarchical else None,
-            outer_group=_own_group(across, rank) if hierarchical else None,
+            inner_group=own_group(nodes) if hierarchical else None,
+            outer_group=own_group(across) if hierarchical else None,
+            timeout_s=config.timeout_s,
+            watch=TransferWatch(config.timeout_s) if size > ulysses and dist.get_backend() == "nccl" else None,
         )
 
     def world_totals(self, values: list[float]) -> list[float]:
         """Sums of host numbers over all ranks."""
-        if self.world_size == 1:
-            return values
-        nccl = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        totals = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(totals)
-        return totals.tolist()
+        return values if self.world_size == 1 else self.world_sum(_host_numbers(values)).tolist()
+
+    def world_rows(self, values: list[float]) -> list[list[float]]:
+        """Host numbers of all ranks, as many of each: a list per rank."""
+        rows = [0.0] * (self.world_size * len(values))
+        rows[self.rank * len(values) : (self.rank + 1) * len(values)] = values
+        totals = self.world_totals(rows)
+        return [totals[at : at + len(values)] for at in range(0, len(totals), len(values))]
+
+    def ring_largest_and_mean(self, values: list[float]) -> tuple[list[float], list[float]]:
+        """Of each of some host numbers, as many on every rank: the largest over the ring, and the mean."""
+        if self.ring_size == 1:
+            return values, values
+        mine = _host_numbers(values)
+        largest = self.ring_max(mine.clone())
+        return largest.tolist(), (self.ring_sum(mine) / self.ring_size).tolist()
 
     def world_sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x)
+            with self._naming("a sum over all ranks", None):
+                dist.all_reduce(x)
         return x
 
     def ring_sum(self, x: Tensor) -> Tensor:
         """Sum over the ring, in place; every rank gets the same bits."""
         if self.ring_size > 1:
-            dist.all_reduce(x, group=self.ring_group)
+            with self._naming("a sum over the ring", self.ring_group):
+                dist.all_reduce(x, group=self.ring_group)
         return x
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
         if self.ring_size > 1:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.ring_group)
+            with self._naming("a maximum over the ring", self.ring_group):
+                dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.ring_group)
         return x
 
     def ring_gather(self, x: Tensor) -> list[Tensor]:
@@ -143,7 +182,8 @@ class Axes:
         if self.ring_size == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.ring_size)]
-        dist.all_gather(parts, x.contiguous(), group=self.ring_group)
+        with self._naming("gathering from the ring", self.ring_group):
+            dist.all_gather(parts, x.contiguous(), group=self.ring_group)
         return parts
 
     def sequence_gather(self, x: Tensor) -> list[Tensor]:
@@ -151,7 +191,8 @@ class Axes:
         if self.sequence_size == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.sequence_size)]
-        dist.all_gather(parts, x.contiguous(), group=self.sequence_group)
+        with self._naming("gathering from the ranks of a sequence", self.sequence_group):
+            dist.all_gather(parts, x.contiguous(), group=self.sequence_group)
         return parts
 
     def ulysses_counts(self, count: int, device: torch.device) -> list[int]:
@@ -159,7 +200,8 @@ class Axes:
         if self.ulysses_size == 1:
             return [count]
         parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.ulysses_size)]
-        dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
+        with self._naming("counting the heads of a Ulysses group", self.ulysses_group):
+            dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
         return torch.cat(parts).tolist()
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -178,8 +220,9 @@ class Axes:
             for i in peers
             for operation, buffer in ((dist.isend, x), (dist.irecv, out))
         ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        with self._naming("exchanging heads within a Ulysses group", self.ulysses_group):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
         return out
 
     def ring_gather_rows(self, x: Tensor) -> Tensor:
@@ -191,41 +234,92 @@ class Axes:
         padded[: x.shape[0]] = x
         return torch.cat([part[:count] for part, count in zip(self.ring_gather(padded), counts, strict=True)])
 
-    def exchange(self, x: Tensor, transfer: Transfer | None, tag: int) -> Exchange:
+    def exchange(self, x: Tensor, transfer: Transfer | None, tag: int, place: Place) -> Exchange:
         """Start passing ``x`` on along the ring; ``wait()`` gives what arrives. Nothing happens for ``transfer`` None."""
         if transfer is None:
             return Exchange(None, [], x)
         received = torch.empty_like(x)
         first, step = self.rank - self.ring_rank * self.ulysses_size, self.ulysses_size
+        send_to, receive_from = first + transfer.send_to * step, first + transfer.receive_from * step
         group = self.ring_group
         if self.inner_size is not None:
             group = self.inner_group if transfer.level == "inner" else self.outer_group
         operations = [
-            dist.P2POp(dist.isend, x, first + transfer.send_to * step, group, tag),
-            dist.P2POp(dist.irecv, received, first + transfer.receive_from * step, group, tag),
+            dist.P2POp(dist.isend, x, send_to, group, tag),
+            dist.P2POp(dist.irecv, received, receive_from, group, tag),
         ]
-        return Exchange(received, dist.batch_isend_irecv(operations), x)
+        works = dist.batch_isend_irecv(operations)
+        describe = partial(self._broken_transfer, place, tag, send_to, receive_from)
+        if self.watch is not None:
+            self.watch.add(works[-1], describe)
+        return Exchange(received, works, x, describe)
+
+    def _broken_transfer(self, place: Place, tag: int, send_to: int, receive_from: int, what_happened: str) -> str:
+        return (
+            f"rank {self.rank}: {place}: {_CARGO[tag]} to rank {send_to} and from rank {receive_from} {what_happened}. "
+            + _what_to_look_at(sorted({send_to, receive_from}))
+        )
+
+    @contextmanager
+    def _naming(self, what: str, group: Any) -> Iterator[None]:
+        """Say what failed, between which ranks, if an operation of a group takes too long or breaks."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
+            raise SparseRingError(
+                f"rank {self.rank}: {what} did not get through ({error}). {_what_to_look_at(others)}"
+            ) from error
 
 
 class Exchange:
     """A transfer under way. It holds the buffer being sent until the transfer is over."""
 
-    def __init__(self, received: Tensor | None, works: list[Any], sent: Tensor) -> None:
+    def __init__(self, received: Tensor | None, works: list[Any], sent: Tensor, describe: Callable[[str], str] = str) -> None:
         self._result = sent if received is None else received
-        self._works, self._sent = works, [sent]
+        self._works, self._sent, self._describe = works, [sent], describe
+
+    @property
+    def over(self) -> bool:
+        """True once it was waited for, or if there is no transfer."""
+        return not self._works
 
     def wait(self) -> Tensor:
-        """What arrived, as often as asked; without a transfer, the tensor that was given."""
+        """What arrived, as often as asked; without a transfer, the tensor that was given.
+
+        Raises:
+            SparseRingError: it took longer than the group's time-out, or a peer is gone; names rank, layer, pass, hop and peers.
+        """
         while self._works:
-            self._works.pop().wait()
+            try:
+                self._works.pop().wait()
+            except RuntimeError as error:
+                raise SparseRingError(self._describe(f"did not get through ({error})")) from error
         self._sent.clear()
         return self._result
 
 
-def _own_group(groups: list[list[int]], rank: int) -> Any:
+def _host_numbers(values: list[float]) -> Tensor:
+    """Float64, where the default process group reduces."""
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _what_to_look_at(peers: list[int]) -> str:
+    some = ", ".join(map(str, peers[:8])) + (", ..." if len(peers) > 8 else "")
+    return (
+        f"Look at the logs of ranks {some}: one of them may have died, stand still, or have called attention another number of "
+        "times or in another order; if it is only slow, raise sparse_ring.timeout_s"
+    )
+
+
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta) -> Any:
     """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in."""
     own = None
     for members in groups:
-        group = dist.new_group(members) if len(members) > 1 else None
+        group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
         own = group if rank in members else own
     return own

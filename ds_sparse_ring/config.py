@@ -143,6 +143,9 @@ class SparseRingConfig(_Strict):
     true_recall_rows: int = Field(default=0, ge=0)
     """Query rows per layer whose recall is measured against dense attention whenever metrics are logged; 0 is off."""
 
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits for others in attention before it ends with an error that names hop and peer."""
+
     log_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics in train/pretrain.py; under Trainer its logging_steps rules."""
 

@@ -89,6 +89,12 @@ _PROFILES = [
 ]
 
 
+def profile_of_device(device: str) -> str | None:
+    """The profile all of whose words are in the name of a device; "NVIDIA A100-SXM4-80GB" is an a100-80gb."""
+    words = device.lower().replace("-", " ").split()
+    return next((profile.name for profile in _PROFILES if set(profile.name.split("-")) <= set(words)), None)
+
+
 def load_hardware(name: str) -> Hardware:
     """A profile by name, or from a JSON file.
 

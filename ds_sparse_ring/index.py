@@ -422,5 +422,15 @@ def _segment_bounds(segments: tuple[Segment, ...], device: torch.device) -> Tens
 
 def density(index: Index) -> Tensor:
     """Active share of the causal area of all documents, per pattern: float64 ``[P]``, on the index's device."""
-    total = index.segments[-1].end
-    return span_pairs(index, BlockMap(1, 0), total).double() / int(causal_cost(index.segments, torch.arange(total)).sum())
+    return _share(span_pairs(index, BlockMap(1, 0), index.segments[-1].end), index)
+
+
+def column_density(index: Index) -> Tensor:
+    """Share of the causal area of all documents that is read as columns, per pattern: float64 ``[P]``; part of `density`."""
+    if isinstance(index, VerticalSlash):
+        return _share(_column_pairs(index, BlockMap(1, 0), index.segments[-1].end), index)
+    return torch.zeros_like(density(index))
+
+
+def _share(pairs: Tensor, index: Index) -> Tensor:
+    return pairs.double() / int(causal_cost(index.segments, torch.arange(index.segments[-1].end)).sum())

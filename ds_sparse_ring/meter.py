@@ -1,20 +1,33 @@
-"""What a training loop reports about attention: density, recall and balance, per layer and over all ranks.
+"""What a training loop reports about attention: density, recall and balance, times and bytes, per layer and over all ranks.
 
-Layers record while the loop has the meter switched on; ``pop`` averages over micro-batches and reduces over the ring.
+Layers record while the loop has the meter switched on; ``pop`` averages over micro-batches and reduces over the ring. Times
+are those of the device and taken without waiting for it (`stopwatch`); they are read in ``pop``.
+
+*Imbalance* is the largest over the mean, 1 at best. In pairs it is what the index asks of ranks and heads; in time it is what
+they took. One launch works on all heads, so heads have no time of their own.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.stopwatch import Stopwatch
+
+
+class HopPart(NamedTuple):
+    """A part of one hop of one layer's pass: its kernels, or the wait for what arrives."""
+
+    backward: bool
+    layer: int
+    hop: int
+    what: Literal["compute", "wait"]
 
 
 @dataclass
@@ -23,6 +36,7 @@ class _LayerSums:
 
     head_density: Tensor
     head_recall: Tensor
+    head_columns: Tensor
     calls: int = 0
     true_recall: dict[str, float] = field(default_factory=dict)
 
@@ -34,105 +48,155 @@ class Meter:
         self.active = False
         self._axes = axes
         self._layers: dict[int, _LayerSums] = {}
-        self._work = 0.0
-        self._spans: dict[str, list[tuple[Any, Any]]] = {}
+        self._stopwatch: Stopwatch[str | HopPart] = Stopwatch()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    @property
+    def own_s(self) -> float:
+        """Host seconds that taking times took so far."""
+        return self._stopwatch.own_s
+
+    def timed(self, name: str | HopPart) -> AbstractContextManager[None]:
         """Time a part of the work while the meter is active: on the device, without waiting for it."""
-        if not self.active:
-            yield
-            return
-        begin = _now()
-        yield
-        self._spans.setdefault(name, []).append((begin, _now()))
+        return self._stopwatch.timed(name) if self.active else nullcontext()
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to one of this rank's counts while the meter is active."""
+        if self.active:
+            self._counts[name] += amount
 
     def record(
         self,
         layer: int,
         head_density: Tensor,
         head_recall: Tensor,
+        head_columns: Tensor,
         local_pairs: float,
         true_recall: dict[str, float] | None = None,
     ) -> None:
         """Note one attention call.
 
         Args:
-            head_density: active share of the causal triangle per pattern, ``[P]``.
+            head_density: active share of the causal triangle per pattern, ``[P]``; head_columns: the part that are columns.
             head_recall: attention mass kept on the probed rows per pattern, ``[P]``.
             local_pairs: active (query, key) pairs of this rank over all heads.
             true_recall: mean mass kept for early, middle and late queries and for the worst 5 %, if it was measured.
         """
         sums = self._layers.get(layer)
         if sums is None:
-            sums = self._layers[layer] = _LayerSums(torch.zeros_like(head_density), torch.zeros_like(head_recall))
+            sums = self._layers[layer] = _LayerSums(*torch.zeros(3, head_density.numel(), dtype=torch.float64))
         sums.calls += 1
         sums.head_density += head_density
         sums.head_recall += head_recall
+        sums.head_columns += head_columns
         for key, value in (true_recall or {}).items():
             sums.true_recall[key] = sums.true_recall.get(key, 0.0) + value
-        self._work += local_pairs
+        self.count("pairs", local_pairs)
 
     def pop(self) -> dict[str, Any]:
         """Everything since the last call; collective over all ranks. Empty without a recorded layer.
 
         Returns:
-            ``density``, ``recall``: means over layers, patterns and sequences. ``imbalance``: active pairs of the busiest rank
-            over the mean rank of its ring, the worst ring counts. ``per_layer``: a dict per layer with ``layer``, ``density``,
-            ``recall``, ``head_density``, ``head_recall`` and, if measured, ``true_recall``. ``index_s``, ``attention_s``,
-            ``report_s``: seconds of this rank for choosing the index, for attention (communication included) and for these
-            metrics themselves.
+            Of the index: ``density``, ``recall``, ``column_density`` (the part of the density that are columns): means over
+            layers, patterns and sequences. ``pair_imbalance``: active pairs of the busiest rank over the mean rank of its ring,
+            the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over the mean one, mean over layers.
+            ``per_layer``: a dict per layer with ``layer``, the first three, ``head_density``, ``head_recall`` and, if measured,
+            ``true_recall``.
+
+            Of this rank, seconds: ``index_s`` for choosing the index, ``attention_s`` for attention (communication included),
+            ``report_s`` for these metrics themselves. Of all ranks: see `_times`.
         """
-        spans, self._spans = self._spans, {}
-        layers, self._layers = self._layers, {}
-        work, self._work = self._work, 0.0
-        imbalance = self._imbalance(work)
+        seconds, counts, layers = self._stopwatch.pop(), self._counts, self._layers
+        self._counts, self._layers = defaultdict(float), {}
+        pairs = [row[0] for row in self._axes.world_rows([counts["pairs"]])]
         if not layers:
             return {}
-        per_layer = []
-        for layer, sums in sorted(layers.items()):
-            values = [float(sums.calls), *sums.head_density.tolist(), *sums.head_recall.tolist(), *sums.true_recall.values()]
-            calls, *totals = self._axes.world_totals(values)
-            means = [total / calls for total in totals]
-            heads = sums.head_density.numel()
-            density, recall = means[:heads], means[heads : 2 * heads]
-            entry: dict[str, Any] = {
-                "layer": layer,
-                "density": sum(density) / heads,
-                "recall": sum(recall) / heads,
-                "head_density": density,
-                "head_recall": recall,
-            }
-            if sums.true_recall:
-                entry["true_recall"] = dict(zip(sums.true_recall, means[2 * heads :], strict=True))
-            per_layer.append(entry)
+        per_layer = [self._of_layer(layer, sums) for layer, sums in sorted(layers.items())]
         return {
-            "density": sum(entry["density"] for entry in per_layer) / len(per_layer),
-            "recall": sum(entry["recall"] for entry in per_layer) / len(per_layer),
-            "imbalance": imbalance,
-            **{f"{name}_s": sum(_seconds(begin, end) for begin, end in pairs) for name, pairs in spans.items()},
+            **{key: _mean([entry[key] for entry in per_layer]) for key in ("density", "recall", "column_density")},
+            "pair_imbalance": self._worst_ring(pairs),
+            "head_imbalance": _mean([_imbalance(entry["head_density"]) for entry in per_layer]),
+            **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report")},
+            **self._times(seconds, counts),
             "per_layer": per_layer,
         }
 
-    def _imbalance(self, work: float) -> float:
-        per_rank = [0.0] * self._axes.world_size
-        per_rank[self._axes.rank] = work
-        ring = self._axes.sequence_size
-        totals = self._axes.world_totals(per_rank)
-        rings = [totals[first : first + ring] for first in range(0, len(totals), ring)]
-        return max(max(r) * ring / sum(r) if sum(r) > 0 else 1.0 for r in rings)
+    def _of_layer(self, layer: int, sums: _LayerSums) -> dict[str, Any]:
+        of_heads = torch.cat([sums.head_density, sums.head_recall, sums.head_columns]).tolist()
+        calls, *totals = self._axes.world_totals([float(sums.calls), *of_heads, *sums.true_recall.values()])
+        means, heads = [total / calls for total in totals], sums.head_density.numel()
+        density, recall, columns = (means[at : at + heads] for at in range(0, 3 * heads, heads))
+        entry: dict[str, Any] = {
+            "layer": layer,
+            "density": _mean(density),
+            "recall": _mean(recall),
+            "column_density": _mean(columns),
+            "head_density": density,
+            "head_recall": recall,
+        }
+        if sums.true_recall:
+            entry["true_recall"] = dict(zip(sums.true_recall, means[3 * heads :], strict=True))
+        return entry
+
+    def _times(self, seconds: dict[str | HopPart, float], counts: dict[str, float]) -> dict[str, Any]:
+        """Times and bytes of the ring, forward and backward; collective.
+
+        Returns:
+            Means over ranks: ``compute_s``, attention's kernels; ``exposed_s``, what attention stood still for: ``ring_wait_s``
+            for the ring's transfers, ``columns_s`` for the sums of columns over the ring, ``heads_s`` for the exchange within
+            Ulysses groups (waiting for a rank that comes late is in them, too); ``sent_inner_bytes``, ``sent_outer_bytes`` to
+            neighbours in the ring and to other inner rings; ``host_us_per_hop``, the host's time for a turn of the loop, without
+            that for taking times (on a CPU the kernels and waits are part of it). ``exposed``: exposed_s as a share of
+            attention's time.
+
+            ``time_imbalance``: compute time of the busiest rank over the mean rank of its ring, the worst ring counts.
+            ``hop_imbalance``: the same of single hops, mean over layers, passes, hops and rings, as `simulate` has it.
+            ``per_hop``: for ``forward`` and ``backward`` ``compute_s`` and ``wait_s`` of each hop: sums over layers, means over
+            ranks.
+        """
+        parts = {key: value for key, value in seconds.items() if isinstance(key, HopPart)}
+        computing = sorted(key for key in parts if key.what == "compute")
+        largest, mean = self._axes.ring_largest_and_mean([parts[key] for key in computing])
+        ratios = [a / b for a, b in zip(largest, mean, strict=True) if b > 0]
+        sums = {
+            "compute_s": sum(value for key, value in parts.items() if key.what == "compute"),
+            "ring_wait_s": sum(value for key, value in parts.items() if key.what == "wait"),
+            **{f"{name}_s": seconds.get(name, 0.0) for name in ("columns", "heads", "attention")},
+            **{name: counts.get(name, 0.0) for name in ("sent_inner_bytes", "sent_outer_bytes", "host_s", "hops")},
+            "hop_imbalance": _mean(ratios) if ratios else 1.0,
+        }
+        of_ranks = [dict(zip(sums, row, strict=True)) for row in self._axes.world_rows(list(sums.values()))]
+        means = {name: _mean([of_rank[name] for of_rank in of_ranks]) for name in sums}
+        attention_s, host_s, hops = (means.pop(name) for name in ("attention_s", "host_s", "hops"))
+        exposed_s = means["ring_wait_s"] + means["columns_s"] + means["heads_s"]
+        return {
+            **means,
+            "exposed_s": exposed_s,
+            "exposed": exposed_s / attention_s if attention_s > 0 else 0.0,
+            "time_imbalance": self._worst_ring([of_rank["compute_s"] for of_rank in of_ranks]),
+            **({"host_us_per_hop": 1e6 * host_s / hops} if hops else {}),
+            "per_hop": self._per_hop(parts),
+        }
+
+    def _per_hop(self, parts: dict[HopPart, float]) -> dict[str, dict[str, list[float]]]:
+        hops = 1 + max((key.hop for key in parts), default=-1)
+        sums = torch.zeros(2, 2, hops, dtype=torch.float64)
+        for (backward, _, hop, what), value in parts.items():
+            sums[int(backward), int(what == "wait"), hop] += value
+        means = (torch.tensor(self._axes.world_totals(sums.flatten().tolist())) / self._axes.world_size).view(2, 2, hops)
+        by_pass = zip(("forward", "backward"), means.tolist(), strict=True)
+        return {name: {"compute_s": compute, "wait_s": wait} for name, (compute, wait) in by_pass}
+
+    def _worst_ring(self, of_ranks: list[float]) -> float:
+        size = self._axes.sequence_size
+        return max(_imbalance(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size))
 
 
-def _now() -> Any:
-    if not torch.cuda.is_initialized():  # a run on the CPU, whatever the machine has
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
-def _seconds(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+def _imbalance(values: list[float]) -> float:
+    """Largest over mean; 1 where there is nothing."""
+    mean = _mean(values)
+    return max(values) / mean if mean > 0 else 1.0

@@ -233,9 +233,9 @@ def describe(line: dict[str, Any]) -> str:
     figures = f"loss {line['loss']:.3f}"
     if "tokens_per_s" in line:
         figures += f"  {line['tokens_per_s']:6.0f} tokens/s"
-    for name in ("density", "recall", "imbalance"):
+    for name in ("density", "recall", "pair_imbalance"):
         if name in line:
-            figures += f"  {name} {line[name]:.3f}"
+            figures += f"  {name.replace('_', ' ')} {line[name]:.3f}"
     return f"{'evaluation' if event else 'step ' + str(line['step']):<10}  {figures}"
 
 

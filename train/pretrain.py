@@ -27,15 +27,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import HfArgumentParser, set_seed
 from transformers.integrations import HfDeepSpeedConfig
 
-from ds_sparse_ring.batch import IGNORE
+from ds_sparse_ring.batch import IGNORE, causal_triangle
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.estimate import ModelShape
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
 from ds_sparse_ring.integrations.rate import TokenRate
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
+from ds_sparse_ring.run_log import RunJob
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.data import PackedCollator, packed_dataset
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
@@ -152,14 +154,30 @@ class Pretraining:
         progress = (step - warmup) / max(1, self.args.steps - warmup)
         return 0.1 + 0.45 * (1 + float(np.cos(np.pi * min(1.0, progress))))
 
+    def job(self) -> RunJob:
+        """What runs, for readers of the log."""
+        args, ring, cuda = self.args, self.ring, self.device.type == "cuda"
+        return RunJob(
+            model=ModelShape(**self.engine.module.config.to_dict()),
+            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
+            world=ring.axes.world_size,
+            sequence_tokens=args.sequence_tokens,
+            micro_batch=args.micro_batch,
+            accumulation=args.accumulation,
+            zero_stage=self.engine.zero_optimization_stage(),
+            loss_tile_tokens=args.loss_tile_tokens,
+            sparse_ring=ring.config.model_dump(),
+        )
+
     # ---- the loop
 
     def run(self) -> None:
         """Train to the last step, evaluate, save."""
         args, ring = self.args, self.ring
         begin = self.resume() if args.resume else 0
-        self.log.write({"event": "start", "step": begin, "steps": args.steps})
+        self.log.write({"event": "start", "step": begin, "steps": args.steps, "job": self.job().model_dump()})
         rate, sums, self.causal_pairs = TokenRate(), torch.zeros(2, dtype=torch.float64, device=self.device), 0.0
+        self.logged_step = begin
         for step in range(begin, args.steps):
             log_step = (step + 1) % ring.config.log_steps == 0 or step + 1 == args.steps
             ring.step, ring.meter.active = step, log_step
@@ -230,13 +248,16 @@ class Pretraining:
         seconds = max(seconds - metrics.get("report_s", 0.0), 1e-9)  # what measuring costs is not part of training
         counts = torch.tensor([float(tokens), float(self.causal_pairs)], dtype=torch.float64, device=self.device)
         tokens_of_all, pairs = (axes.world_sum(counts) / axes.sequence_size).tolist()
-        self.causal_pairs = 0.0
+        steps, self.logged_step, self.causal_pairs = step - self.logged_step, step, 0.0
+        of_step = self.args.accumulation * axes.data_size * causal_triangle(self.args.micro_batch * self.args.sequence_tokens)
         line = {
             "step": step,
             "loss": loss_sum / max(targets, 1),
             "grad_norm": None if norm is None else float(norm),  # DeepSpeed has none for stage 0 in fp32
             "learning_rate": learning_rate,
             "tokens_per_s": tokens_of_all / seconds,
+            "step_s": seconds / steps,
+            "causal_share": pairs / (steps * of_step),  # inside documents, of all pairs of a micro-batch
             **self.utilisation(tokens_of_all, pairs, seconds, metrics.get("density")),
             **metrics,
         }
@@ -327,6 +348,18 @@ class Pretraining:
         self.log.write({"event": "saved", "step": self.args.steps, "path": str(folder)})
 
 
+_IN_FILE_ONLY = {
+    "per_layer",
+    "per_hop",
+    "compute_s",
+    "ring_wait_s",
+    "columns_s",
+    "heads_s",
+    "sent_inner_bytes",
+    "sent_outer_bytes",
+}
+
+
 class MetricsLog:
     """metrics.jsonl and one line on the screen for each of its lines, on rank 0."""
 
@@ -342,7 +375,7 @@ class MetricsLog:
             return
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items() if k != "per_layer")
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items() if k not in _IN_FILE_ONLY)
         print("  ".join(shown), flush=True)
 
 

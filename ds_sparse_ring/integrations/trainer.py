@@ -52,6 +52,10 @@ else:
     _Base = object
 
 
+_OF_THE_INDEX = ("density", "recall", "pair_imbalance")
+"""What is reported of an evaluation."""
+
+
 class SparseRingMixin(_Base):
     """Put in front of ``Trainer`` or a subclass of it; see the module's docstring.
 
@@ -175,12 +179,11 @@ class SparseRingMixin(_Base):
             logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **attention}
         super().log(logs, start_time)
 
-    def _pop_meter(self, prefix: str = "") -> dict[str, float]:
+    def _pop_meter(self) -> dict[str, float]:
+        """What the meter says in single figures; with lists per layer and per hop it stands in ``attention_metrics``."""
         metrics = self.ring.meter.pop()
-        if not metrics:
-            return {}
-        self.attention_metrics = metrics
-        return {prefix + key: metrics[key] for key in ("density", "recall", "imbalance")}
+        self.attention_metrics = metrics or self.attention_metrics
+        return {key: value for key, value in metrics.items() if isinstance(value, float)}
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._rate.paused():
@@ -203,7 +206,8 @@ class SparseRingMixin(_Base):
             metrics = output.metrics if output.metrics is not None else {}
             if targets:
                 metrics[f"{metric_key_prefix}_loss"] = loss_sum / targets
-            metrics.update(self._pop_meter(f"{metric_key_prefix}_"))
+            attention = self._pop_meter()
+            metrics.update({f"{metric_key_prefix}_{key}": attention[key] for key in _OF_THE_INDEX if key in attention})
         rows = present_rows(dataloader.dataset)
         return output._replace(metrics=metrics, num_samples=output.num_samples if rows is None else rows)
 

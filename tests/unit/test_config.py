@@ -46,6 +46,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "eval_full_index": False,
         "checkpoint": "output",
         "true_recall_rows": 0,
+        "timeout_s": 600.0,
         "log_steps": 10,
     }
 

@@ -59,7 +59,15 @@ def test_interrupted_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_lines_are_described_with_the_figures_they_have() -> None:
-    line = {"step": 5, "loss": 7.0301, "tokens_per_s": 730.2, "density": 0.21, "recall": 0.8, "imbalance": 1.02, "per_layer": []}
-    assert describe(line) == "step 5      loss 7.030     730 tokens/s  density 0.210  recall 0.800  imbalance 1.020"
+    line = {
+        "step": 5,
+        "loss": 7.0301,
+        "tokens_per_s": 730.2,
+        "density": 0.21,
+        "recall": 0.8,
+        "pair_imbalance": 1.02,
+        "per_layer": [],
+    }
+    assert describe(line) == "step 5      loss 7.030     730 tokens/s  density 0.210  recall 0.800  pair imbalance 1.020"
     assert describe({"event": "evaluation", "step": 9, "loss": 5.5}) == "evaluation  loss 5.500"
     assert describe({"event": "saved", "path": "x"}) == "saved       x"

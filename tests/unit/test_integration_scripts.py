@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from typer.testing import CliRunner
 
+from ds_sparse_ring.cli import app
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import full_state_dict, save_pretrained
+from ds_sparse_ring.run_log import read_run
 from ds_sparse_ring.train.data import train_tokenizer
 from ds_sparse_ring.train.finetune import DataArguments, ModelArguments, build_trainer, checkpoint_to_resume
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
@@ -110,8 +114,9 @@ class TestPretrain(DistributedTest):
     def check_logs(self, whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
         training = [line for line in whole if "event" not in line]
         assert [line["step"] for line in training] == [2, 4, 6]
-        wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_s", "density", "recall", "imbalance", "per_layer"}
-        assert all(wanted <= set(line) for line in training)
+        wanted = """loss grad_norm learning_rate tokens_per_s density recall column_density pair_imbalance time_imbalance
+            hop_imbalance head_imbalance index_s attention_s exposed exposed_s host_us_per_hop per_layer per_hop"""
+        assert all(set(wanted.split()) <= set(line) for line in training)
         assert training[-1]["loss"] < training[0]["loss"]
         assert [line["step"] for line in whole if line.get("event") == "evaluation"] == [4, 6]
         assert [line["step"] for line in resumed if line.get("event") == "start"] == [3]
@@ -147,6 +152,24 @@ class TestPretrain(DistributedTest):
         prompt = tokenizer("def f1(x):", return_tensors="pt")
         generated = model.generate(**prompt, max_new_tokens=5, do_sample=False)
         assert generated.shape[1] > prompt["input_ids"].shape[1]
+
+    def test_a_run_is_compared_with_its_simulation_from_its_log_alone(self, corpus: Path, tmp_path: Path) -> None:
+        Pretraining(options(corpus, write_config(tmp_path, 2), tmp_path / "out", steps=3, evaluation_sequences=0)).run()
+        if dist.get_rank() != 0:
+            return
+        log = tmp_path / "out" / "metrics.jsonl"
+        result = CliRunner().invoke(app, ["plan", "--compare", str(log)])
+        assert result.exit_code == 0, result.output
+        run = read_run(log)
+        assert (run.job.world, run.job.model.num_hidden_layers, run.job.sequence_tokens) == (2, 2, 200)
+        (line,) = run.lines
+        assert line["step"] == 3, "the line of steps 1 and 2 is left out"
+        for label, key in (("step s", "step_s"), ("attention s", "attention_s"), ("worker imbalance", "time_imbalance")):
+            shown = re.search(rf"{label} *[|│] *([\d.e-]+) *[|│] *([\d.e-]+)", result.output)
+            assert shown is not None, result.output
+            assert float(shown[1]) == pytest.approx(line[key], rel=1e-3) and float(shown[2]) > 0
+        assert 0 < line["attention_s"] < line["step_s"] and 0 < line["column_density"] < line["density"]
+        assert 0 < line["causal_share"] < 1, "a row has several documents"
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_bf16(self, stage: int, corpus: Path, tmp_path: Path) -> None:

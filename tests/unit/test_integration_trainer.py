@@ -224,7 +224,8 @@ class TestMetrics(DistributedTest):
         assert density[:2] == [1.0, 1.0]
         assert all(0.1 < value < 0.9 for value in density[2:])
         assert all(0.1 < value < 1.0 for value in recorder.of("recall")[2:])
-        assert all(value >= 1.0 for value in recorder.of("imbalance"))
+        assert all(value >= 1.0 for value in recorder.of("pair_imbalance") + recorder.of("time_imbalance"))
+        assert all(0.0 <= value <= 1.0 for value in recorder.of("exposed"))
         assert all(value > 0 for value in recorder.of("tokens_per_s"))
         assert metrics["eval_density"] == 1.0
         assert trainer.state.num_input_tokens_seen == 4 * 290

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,9 +144,9 @@ class TestRing(DistributedTest):
         sent: list[int] = []
         exchange = Axes.exchange
 
-        def counting(self, x, transfer, tag):
+        def counting(self, x, transfer, *named):
             sent.append(x.numel() * x.element_size() if transfer else 0)
-            return exchange(self, x, transfer, tag)
+            return exchange(self, x, transfer, *named)
 
         monkeypatch.setattr(Axes, "exchange", counting)
         _, sequence, context = bound([700], selector={"kind": "full"})
@@ -167,7 +168,7 @@ class TestRing(DistributedTest):
         _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
         report = ring.meter.pop()
         areas = torch.tensor([sum(4096 * b + 2080 for b in range(3 * r, 3 * r + 3)) for r in range(3)]).double()
-        assert report["imbalance"] == pytest.approx(float(areas.max() / areas.mean()))
+        assert report["pair_imbalance"] == pytest.approx(float(areas.max() / areas.mean()))
         assert report["density"] == 1.0 and report["recall"] == 1.0
         assert ring.meter.pop() == {}
 
@@ -192,7 +193,11 @@ class TestRing(DistributedTest):
         report = ring.meter.pop()
         assert report["recall"] == pytest.approx(float(kept[:, rows].mean())) and report["recall"] < 0.99
         assert report["density"] == pytest.approx(float(visible.sum() / full.sum()))
-        assert report["imbalance"] == pytest.approx(float(pairs.max() / pairs.mean()))
+        assert isinstance(index, VerticalSlash)
+        no_columns = replace(index, column_ptr=torch.zeros_like(index.column_ptr), column_values=index.column_values[:0])
+        columns = visible.sum() - dense_mask(no_columns, 4, q.shape[1]).sum()
+        assert report["column_density"] == pytest.approx(float(columns / full.sum())) and columns > 0
+        assert report["pair_imbalance"] == pytest.approx(float(pairs.max() / pairs.mean()))
 
     def test_a_degree_that_does_not_divide_the_world_is_refused(self) -> None:
         with pytest.raises(SparseRingError, match=r"degree.* 2 .*divide"):

@@ -1,0 +1,77 @@
+"""``ds-sparse-ring plan --compare LOG``: a measured step beside the simulated one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.estimate import Estimate, Job, estimate
+from ds_sparse_ring.hardware import load_hardware, profile_of_device
+from ds_sparse_ring.run_log import RunLog, read_run
+
+
+def print_comparison(log: Path, hardware: str | None) -> None:
+    """Simulate the step that a log has measured, with the density that was measured, and print both.
+
+    Args:
+        hardware: as for `load_hardware`; None: the profile of the device that the log names.
+
+    Raises:
+        SparseRingError: not the log of a run, or a device without a profile.
+    """
+    run = read_run(log)
+    name = hardware or profile_of_device(run.job.device)
+    if name is None:
+        raise SparseRingError(
+            f"plan: the log is of {run.job.device}, for which there is no profile: give --hardware a name or a file"
+        )
+    job = job_of(run, name)
+    e = estimate(job, run.config.ulysses_degree, run.config.inner_degree)
+    steps = [line["step"] for line in run.lines]
+    title = f"{log}: {job.tokens} tokens, {job.world} x {run.job.device}, ZeRO-{job.zero_stage}; simulated with {name}"
+    table = Table("", "measured", "simulated", "error", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, measured, simulated in rows(run, e):
+        error = f"{100 * (simulated / measured - 1):+.1f} %" if measured else "-"
+        table.add_row(label, "-" if measured is None else f"{measured:.4g}", f"{simulated:.4g}", error)
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(table)
+    console.print(
+        f"measured: medians of {len(steps)} logged steps, {steps[0]} to {steps[-1]}; a step has {run.job.accumulation} x "
+        f"{run.job.micro_batch} sequences a ring. simulated: density {job.density:.4f} of the triangle, {job.columns:.4f} of it "
+        f"columns, as measured; rates of {name}: {job.hardware.source}"
+    )
+
+
+def job_of(run: RunLog, hardware: str) -> Job:
+    """What the simulator takes. Documents and sequences of a micro-batch are one triangle that is active in fewer places."""
+    ran = run.job
+    inside = min(1.0, run.median("causal_share") or 1.0)
+    density, columns = ((run.median(key) or 0.0) * inside for key in ("density", "column_density"))
+    tokens = ran.micro_batch * ran.sequence_tokens
+    profile = load_hardware(hardware)
+    return Job(
+        ran.model, profile, run.config, tokens, ran.world, density, columns, ran.zero_stage, ran.loss_tile_tokens or tokens
+    )
+
+
+def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
+    """Label, measured, simulated; of one optimizer step, seconds unless the label says otherwise."""
+    step_s, attention_s, index_s = (run.median(key) for key in ("step_s", "attention_s", "index_s"))
+    rest_s = None if step_s is None or attention_s is None or index_s is None else step_s - attention_s - index_s
+    of_step = run.job.accumulation / 1e3
+    of_layers = e.layers * of_step
+    return [
+        ("step s", step_s, of_step * e.step_ms),
+        ("attention s", attention_s, of_layers * (e.forward.total + e.backward.total + e.exchange_ms)),
+        ("index s", index_s, of_layers * e.index_ms),
+        ("rest s", rest_s, of_step * e.rest_ms),
+        ("exposed s", run.median("exposed_s"), of_layers * (e.forward.exposed + e.backward.exposed + e.exchange_ms)),
+        ("worker imbalance", run.median("time_imbalance"), e.backward.imbalance),
+        ("hop imbalance", run.median("hop_imbalance"), (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2),
+        ("peak memory GiB", run.median("peak_memory_gib"), e.memory / 2**30),
+    ]

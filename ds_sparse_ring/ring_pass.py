@@ -1,0 +1,51 @@
+"""One pass around the ring: what the loops of `attention` do beside their arithmetic, told to the meter on its way.
+
+While the meter is active every hop has two times, both of the device: its kernels, and what the compute stream stands still for
+until a transfer has arrived. Beside them the host's time for a turn of the loop, and the bytes that are sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from ds_sparse_ring.comm import Exchange, Place
+from ds_sparse_ring.context import SequenceContext
+from ds_sparse_ring.meter import HopPart
+from ds_sparse_ring.plan import Hop, RingPlan, Transfer
+
+
+class RingPass:
+    """The forward or backward pass of one layer; its methods are called hop by hop."""
+
+    def __init__(self, context: SequenceContext, layer: int, *, backward: bool) -> None:
+        self._axes, self._meter = context.axes, context.meter
+        self._layer, self._backward, self._hop = layer, backward, 0
+
+    def hops(self, plan: RingPlan) -> Iterator[Hop]:
+        """The plan's hops, one turn of the loop each."""
+        for self._hop, hop in enumerate(plan.hops):
+            begin_s = time.perf_counter() - self._meter.own_s  # what measuring takes is not the loop's
+            yield hop
+            self._meter.count("host_s", time.perf_counter() - self._meter.own_s - begin_s)
+            self._meter.count("hops", 1)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around the kernels of a hop."""
+        return self._meter.timed(HopPart(self._backward, self._layer, self._hop, "compute"))
+
+    def exchange(self, x: Tensor, transfer: Transfer | None, tag: int) -> Exchange:
+        """`Axes.exchange`."""
+        if transfer is not None:
+            self._meter.count(f"sent_{transfer.level}_bytes", x.numel() * x.element_size())
+        return self._axes.exchange(x, transfer, tag, Place(self._layer, self._backward, self._hop))
+
+    def wait(self, exchange: Exchange) -> Tensor:
+        """`Exchange.wait`."""
+        if exchange.over:
+            return exchange.wait()
+        with self._meter.timed(HopPart(self._backward, self._layer, self._hop, "wait")):
+            return exchange.wait()

@@ -1,0 +1,65 @@
+"""Names the transfer that is late where waiting does not stop the host: with NCCL, whose watchdog ends the process in the end.
+
+NCCL's own message has numbers of operations, but not layer, pass, hop and what to look at. So each transfer is put into a queue
+with a description; a thread that sleeps most of the time drops those that are over and prints the oldest one that is nearly
+out of time. Posting a transfer costs an append, and nothing ever waits for the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_LATE = 0.9
+"""Share of the time-out after which a transfer is reported: before NCCL ends the process."""
+
+
+class TransferWatch:
+    """Transfers under way, oldest first."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._under_way: deque[tuple[float, Any, Callable[[str], str]]] = deque()
+        look_s = min(1.0, timeout_s / 20)
+        threading.Thread(target=_look, args=(weakref.ref(self), look_s), name="sparse-ring-watch", daemon=True).start()
+
+    def add(self, work: Any, describe: Callable[[str], str]) -> None:
+        """Watch a transfer; ``describe`` makes a message of what happened to it."""
+        self._under_way.append((time.monotonic(), work, describe))
+
+    def late(self) -> str | None:
+        """Forget what is over. A late transfer is described once; those behind it are forgotten with it."""
+        while self._under_way:
+            begin_s, work, describe = self._under_way[0]
+            age_s = time.monotonic() - begin_s
+            if _is_over(work):
+                self._under_way.popleft()
+            elif age_s < _LATE * self._timeout_s:
+                return None
+            else:
+                self._under_way.clear()
+                return describe(f"are under way since {age_s:.0f} s; NCCL ends the process after {self._timeout_s:g} s")
+        return None
+
+
+def _is_over(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:  # it failed: whoever waits for it is told
+        return True
+
+
+def _look(reference: weakref.ref[TransferWatch], look_s: float) -> None:
+    while True:
+        time.sleep(look_s)
+        watch = reference()
+        if watch is None:
+            return
+        if (message := watch.late()) is not None:
+            print(message, file=sys.stderr, flush=True)
+        del watch  # or the watch would live as long as its thread

@@ -1,0 +1,140 @@
+"""A rank that stops or dies does not hang the others: they end in time, and say which rank, hop and peer it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.comm import Axes, Place
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.watch import TransferWatch
+from tests.common import DistributedTest
+from tests.pool import Pool, RanksFailed
+from tests.worker import TestCall
+
+from .reference import bound, global_qkv
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 3.0
+
+
+class Stopped(Exception):
+    """What the rank that stops does in place of its next step."""
+
+
+def _attend(**config: Any) -> torch.Tensor:
+    _, sequence, context = bound([700], timeout_s=TIMEOUT_S, selector={"kind": "full"}, **config)
+    q, k, v = (sequence.layout.shard(x, sequence.rank, 1)[None].requires_grad_() for x in global_qkv(sequence, 2, 1, 16))
+    return sparse_ring_attention(q, k, v, context, layer=7, scale=0.25)
+
+
+@contextmanager
+def _before(place: Place, rank: int, action: Callable[[], None]) -> Iterator[None]:
+    """Have a rank do something in place of posting the transfer of a place."""
+    exchange = Axes.exchange
+
+    def watched(self: Axes, x: Any, transfer: Any, tag: int, at: Place) -> Any:
+        if at == place and self.rank == rank:
+            action()
+        return exchange(self, x, transfer, tag, at)
+
+    with pytest.MonkeyPatch.context() as patch:  # the fixture's patches would outlive the test on the ranks
+        patch.setattr(Axes, "exchange", watched)
+        yield
+
+
+def _stop() -> None:
+    raise Stopped
+
+
+class TestARankThatStops(DistributedTest):
+    world_size = 3
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_the_others_end_in_time_and_name_rank_hop_and_peer(self, backward: bool) -> None:
+        begin_s, rank = time.monotonic(), dist.get_rank()
+        with pytest.raises(Stopped if rank == 2 else SparseRingError) as failure, _before(Place(7, backward, 1), 2, _stop):
+            _attend().sum().backward()
+        if rank == 2:
+            return
+        assert time.monotonic() - begin_s < 3 * TIMEOUT_S
+        name, text = "backward" if backward else "forward", str(failure.value)
+        peers = f"to rank {(rank + 1) % 3} and from rank {(rank - 1) % 3}"
+        assert text.startswith(f"rank {rank}: layer 7, {name} pass, hop 1: keys and values {peers} did not get through (")
+        assert f"{TIMEOUT_S * 1e3:.0f}ms" in text and "sparse_ring.timeout_s" in text
+
+    def test_an_operation_of_the_whole_ring_names_it(self) -> None:
+        ring, _, _ = bound([700], timeout_s=TIMEOUT_S)
+        if dist.get_rank() != 2:
+            with pytest.raises(SparseRingError, match=r"rank [01]: a sum over the ring did not get through .*ranks .*2: one of"):
+                ring.axes.ring_sum(torch.ones(3))
+
+    @pytest.mark.world_size(4)
+    def test_ranks_of_an_inner_ring_are_named_by_their_numbers_in_the_world(self) -> None:
+        rank = dist.get_rank()
+        with pytest.raises(Stopped if rank == 3 else SparseRingError) as failure, _before(Place(7, False, 0), 3, _stop):
+            _attend(inner_degree=2)
+        expected = {  # the hop in which a transfer was posted; rank 0 waits for rank 1, which waits for the one that stopped
+            0: "hop 2: keys and values to rank 1 and from rank 1",
+            1: "hop 0: keys and values for the next round to rank 3 and from rank 3",
+            2: "hop 0: keys and values to rank 3 and from rank 3",
+        }
+        assert rank == 3 or expected[rank] in str(failure.value)
+
+
+class Cases:
+    """Called through a pool of its own."""
+
+    def dies_in_hop_1(self) -> None:
+        with _before(Place(7, True, 1), 1, lambda: os._exit(3)):
+            _attend().sum().backward()
+
+
+def test_a_rank_that_dies_is_named_by_the_one_that_waits_for_it() -> None:
+    pool = Pool(2, "cpu", ROOT)
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(TestCall(__name__, "Cases", "dies_in_hop_1", {}), timeout_s=60)
+    story = str(failure.value)
+    assert "rank 1 of 2 died: exit code 3" in story
+    assert "SparseRingError: rank 0: layer 7, backward pass, hop" in story
+    assert "to rank 1 and from rank 1 did not get through" in story and "one of them may have died" in story
+    assert "still running when another rank had failed" not in story, "the other one ends, too"
+
+
+class _Work:
+    """A transfer with NCCL, as far as the watch looks at it."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+def test_the_watch_names_the_oldest_late_transfer_once_and_ends_with_its_ring(capfd: pytest.CaptureFixture[str]) -> None:
+    watch, works = TransferWatch(timeout_s=0.5), [_Work() for _ in range(4)]
+    works[0].over = True
+    for number, work in enumerate(works):
+        watch.add(work, f"transfer {number} {{}}".format)
+    assert watch.late() is None, "none is late yet"
+    time.sleep(0.8)
+    assert capfd.readouterr().err == "transfer 1 are under way since 0 s; NCCL ends the process after 0.5 s\n"
+    watch.add(works[0], str)
+    time.sleep(0.1)
+    assert watch.late() is None and not watch._under_way
+    name, before = "sparse-ring-watch", threading.active_count()
+    del watch
+    gc.collect()
+    time.sleep(0.2)
+    assert threading.active_count() < before and name not in [thread.name for thread in threading.enumerate()]
