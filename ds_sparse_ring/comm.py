@@ -8,6 +8,7 @@ between nodes run in groups of their own, so that they do not queue behind those
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.plan import Transfer
+from ds_sparse_ring.plan import InnerKind, Transfer
 
 TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
 
@@ -28,7 +29,8 @@ class Axes:
 
     Attributes:
         sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
-        inner_size: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
+        inner_size: ranks of an inner ring, None for a flat ring; only otherwise there are an inner and an outer group.
+        inner_kind: whether keys and values turn in an inner ring or are gathered at once.
     """
 
     world_size: int
@@ -40,6 +42,7 @@ class Axes:
     ulysses_group: Any = None
     data_group: Any = None
     inner_size: int | None = None
+    inner_kind: InnerKind = "ring"
     inner_group: Any = None
     outer_group: Any = None
 
@@ -111,6 +114,7 @@ class Axes:
             ulysses_group=_own_group(within, rank),
             data_group=_own_group([list(range(place, world, size)) for place in range(size)], rank),
             inner_size=inner,
+            inner_kind=config.inner,
             inner_group=_own_group(nodes, rank) if hierarchical else None,
             outer_group=_own_group(across, rank) if hierarchical else None,
         )
@@ -190,22 +194,28 @@ class Axes:
 
     def exchange(self, x: Tensor, transfer: Transfer | None, tag: int) -> Exchange:
         """Start passing ``x`` on along the ring; ``wait()`` gives what arrives. Nothing happens for ``transfer`` None."""
-        if transfer is None:
-            return Exchange(None, [], x)
-        received = torch.empty_like(x)
+        return self.exchange_all(x, [transfer], tag)[0] if transfer is not None else Exchange(None, [], x)
+
+    def exchange_all(self, x: Tensor, transfers: Sequence[Transfer], tag: int) -> list[Exchange]:
+        """Start passing ``x`` on to several ranks of one level at once: one launch of NCCL, and all end together."""
+        if not transfers:
+            return []
         first, step = self.rank - self.ring_rank * self.ulysses_size, self.ulysses_size
         group = self.ring_group
         if self.inner_size is not None:
-            group = self.inner_group if transfer.level == "inner" else self.outer_group
+            group = self.inner_group if transfers[0].level == "inner" else self.outer_group
+        received = [torch.empty_like(x) for _ in transfers]
         operations = [
-            dist.P2POp(dist.isend, x, first + transfer.send_to * step, group, tag),
-            dist.P2POp(dist.irecv, received, first + transfer.receive_from * step, group, tag),
+            dist.P2POp(operation, buffer, first + peer * step, group, tag)
+            for transfer, into in zip(transfers, received, strict=True)
+            for operation, buffer, peer in ((dist.isend, x, transfer.send_to), (dist.irecv, into, transfer.receive_from))
         ]
-        return Exchange(received, dist.batch_isend_irecv(operations), x)
+        works = dist.batch_isend_irecv(operations)
+        return [Exchange(into, works, x) for into in received]
 
 
 class Exchange:
-    """A transfer under way. It holds the buffer being sent until the transfer is over."""
+    """A transfer under way. It holds the buffer being sent until the transfer, and those posted with it, are over."""
 
     def __init__(self, received: Tensor | None, works: list[Any], sent: Tensor) -> None:
         self._result = sent if received is None else received

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import SHAPES, Job, estimate, load_shape, schedules
+from ds_sparse_ring.estimate import SHAPES, Job, Schedule, estimate, load_shape, schedules
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.plan_report import parse_tokens
 
@@ -26,7 +26,7 @@ def test_a_measured_step_on_one_gpu_is_reproduced() -> None:
     """docs/measurements.md: 128K tokens, full index by cuDNN (603 and 533 TFLOP/s): 23.0 s, 16.0 s of it attention, 104 GiB."""
     job = _job(1)
     cudnn = job.hardware.model_copy(update={"dense_forward": 603, "dense_backward": 533})
-    e = estimate(Job(job.model, cudnn, FULL, job.tokens, 1, 1.0, 0.0, zero_stage=2), 1, None)
+    e = estimate(Job(job.model, cudnn, FULL, job.tokens, 1, 1.0, 0.0, zero_stage=2), Schedule())
     assert e.attention_ms == pytest.approx(16.0e3, rel=0.1)
     assert e.step_ms == pytest.approx(23.0e3, rel=0.1)
     assert e.memory == pytest.approx(104 * 2**30, rel=0.1)
@@ -34,22 +34,41 @@ def test_a_measured_step_on_one_gpu_is_reproduced() -> None:
 
 
 def test_more_ranks_share_the_work_and_the_memory() -> None:
-    one, four = estimate(_job(1), 1, None), estimate(_job(4), 1, None)
+    one, four = estimate(_job(1), Schedule()), estimate(_job(4), Schedule())
     assert four.step_ms < one.step_ms / 3.5
     assert four.memory < one.memory / 2
 
 
 def test_schedules_follow_ranks_and_heads() -> None:
-    assert schedules(_job(1)) == [(1, None)]
-    assert schedules(_job(16)) == [(1, None), (1, 8), (2, None), (2, 4), (4, None), (4, 2), (8, None)]
-    assert schedules(_job(3)) == [(1, None)], "16 heads do not divide by 3"
+    def names(job: Job) -> list[str]:
+        return [schedule.name(job.world) for schedule in schedules(job)]
+
+    assert schedules(_job(1)) == [Schedule(1, None, "ring")]
+    assert names(_job(16)) == [
+        "ring of 16", "ring of 2 x 8", "ring of 2 x gather of 8",
+        "Ulysses 2 x ring of 8", "Ulysses 2 x ring of 2 x 4", "Ulysses 2 x ring of 2 x gather of 4",
+        "Ulysses 4 x ring of 4", "Ulysses 4 x ring of 2 x 2", "Ulysses 4 x ring of 2 x gather of 2",
+        "Ulysses 8 x ring of 2",
+    ]  # fmt: skip
+    assert names(_job(3)) == ["ring of 3", "gather of 3"], "16 heads do not divide by 3"
     shared = SparseRingConfig(heads_per_pattern=8)
-    assert schedules(_job(8, config=shared)) == [(1, None), (2, None)], "a pattern needs its eight heads on one rank"
+    assert names(_job(8, config=shared)) == ["ring of 8", "gather of 8", "Ulysses 2 x ring of 4", "Ulysses 2 x gather of 4"], (
+        "a pattern needs its eight heads on one rank"
+    )
+
+
+def test_gathering_saves_latencies_and_costs_buffers() -> None:
+    job = _job(8, tokens=32768, config=SparseRingConfig(), density=0.05)
+    ring, gathered = (estimate(job, schedule) for schedule in (Schedule(), Schedule(1, 8, "gather")))
+    assert gathered.memory > ring.memory
+    assert gathered.report.backward.kv_buffers == 8 and ring.report.backward.kv_buffers == 2
+    assert gathered.forward.compute == pytest.approx(ring.forward.compute)
+    assert gathered.forward.exposed < ring.forward.exposed / 3 and gathered.step_ms < ring.step_ms
 
 
 def test_what_cannot_be_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(SparseRingError, match="degree = 5 does not divide the 8 ranks of this run: use 1, 2, 4 or 8"):
-        estimate(_job(8, config=SparseRingConfig(degree=5)), 1, None)
+        estimate(_job(8, config=SparseRingConfig(degree=5)), Schedule())
     with pytest.raises(SparseRingError, match="neither a folder with config.json nor one of qwen2.5-3b"):
         load_shape("no-such-model")
     with pytest.raises(SparseRingError, match="neither a file nor one of h200, h100"):
@@ -76,7 +95,7 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     arguments = ["plan", "--seq", "256K", "--world", "4", "--timeline", str(trace)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    for text in ("ring of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
+    for text in ("ring of 4", "gather of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
         assert text in result.output
     assert json.loads(trace.read_text())["traceEvents"]
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
