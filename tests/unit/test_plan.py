@@ -76,9 +76,17 @@ def test_plans_of_every_factorisation_hold_what_the_checker_asks(
     _check(kind, ranks, data.draw(st.sampled_from([None, *_divisors(ranks)])), inner_kind)
 
 
-@pytest.mark.parametrize(("ranks", "inner"), [(512, 8), (129, None), (129, 1)])
-def test_large_rings(ranks: int, inner: int | None) -> None:
-    check_plans(Layout.for_blocks("striped", ranks, ranks), inner)
+@given(kinds, st.integers(65, 200), st.data(), inner_kinds)
+@settings(max_examples=6)
+def test_plans_of_large_rings(kind: LayoutKind, ranks: int, data: st.DataObject, inner_kind: InnerKind) -> None:
+    _check(kind, ranks, data.draw(st.sampled_from([None, *_divisors(ranks)])), inner_kind)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "inner_kind"), [(512, 8, "gather"), (256, 256, "gather"), (256, 8, "ring"), (129, None, "ring")]
+)
+def test_plans_of_the_largest_rings(ranks: int, inner: int | None, inner_kind: InnerKind) -> None:
+    _check("striped", ranks, inner, inner_kind)
 
 
 def test_a_gathered_group_computes_the_hops_of_its_ring_and_waits_once_a_round() -> None:
