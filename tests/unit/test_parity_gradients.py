@@ -172,6 +172,12 @@ class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
     def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str) -> None:
         check_against_one_process(Run(ZERO[zero], "price", checkpointing=True, rows=[PADDED], **plan))
 
+    @pytest.mark.world_size([5, 8])
+    def test_five_ranks_and_eight(self) -> None:
+        plans: dict[int, dict[str, Any]] = {5: {"inner_degree": 5}, 8: {"ulysses_degree": 2, "inner_degree": 2}}
+        plan = plans[dist.get_world_size()]
+        check_against_one_process(Run(ZERO["zero3_reduce_scatter"], "price", rows=[PADDED], inner="gather", **plan))
+
 
 class TestWhatElseMustNotChangeGradients(DistributedTest):
     world_size = 2

@@ -136,13 +136,13 @@ def _plans(world: int) -> list[dict[str, Any]]:
 
 
 class TestEveryPlan(DistributedTest):
-    world_size = [4, 6]
+    world_size = [1, 2, 3, 4, 5, 6, 8]
 
     def test_output_and_gradients_equal_dense_masked_attention(self) -> None:
         for plan in _plans(dist.get_world_size()):
             _check_against_dense([300, 90], 2, 1, segment_tokens=128, selector=SELECTORS[0], **plan)
 
-    @pytest.mark.world_size([3, 4])
+    @pytest.mark.world_size([3, 8])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_gathering_gives_the_bits_of_the_ring(self, dtype: torch.dtype) -> None:
         world = dist.get_world_size()
