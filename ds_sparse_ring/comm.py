@@ -110,13 +110,13 @@ class Axes:
             size,
             ulysses,
             sequence_group=_own_group(sequences, rank),
-            ring_group=_own_group(rings, rank),
+            ring_group=_own_group(rings, rank, urgent=True),
             ulysses_group=_own_group(within, rank),
             data_group=_own_group([list(range(place, world, size)) for place in range(size)], rank),
             inner_size=inner,
             inner_kind=config.inner,
-            inner_group=_own_group(nodes, rank) if hierarchical else None,
-            outer_group=_own_group(across, rank) if hierarchical else None,
+            inner_group=_own_group(nodes, rank, urgent=True) if hierarchical else None,
+            outer_group=_own_group(across, rank, urgent=True) if hierarchical else None,
         )
 
     def world_totals(self, values: list[float]) -> list[float]:
@@ -229,10 +229,21 @@ class Exchange:
         return self._result
 
 
-def _own_group(groups: list[list[int]], rank: int) -> Any:
-    """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in."""
+def _own_group(groups: list[list[int]], rank: int, *, urgent: bool = False) -> Any:
+    """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in.
+
+    Args:
+        urgent: its transfers hide behind attention, whose programs are many and short. On NCCL they run on a stream of high
+            priority, so that the next multiprocessors that become free are theirs. Otherwise they would begin when every
+            program launched before has begun: after the hop, not during it.
+    """
     own = None
     for members in groups:
-        group = dist.new_group(members) if len(members) > 1 else None
+        group = dist.new_group(members, pg_options=_high_priority() if urgent else None) if len(members) > 1 else None
         own = group if rank in members else own
     return own
+
+
+def _high_priority() -> Any:
+    """Options of a new group, new for each: torch writes the group's name into them. Builds without NCCL lack the class."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend() == "nccl" else None
