@@ -80,6 +80,8 @@ class RingPlan:
         return len(queries) == len(set(queries))
 
 
+# Asked for twice a layer, which takes about 1 us. A batch with another number of blocks costs 0.06 ms for a ring of 8 ranks and 2
+# ms for one of 512, so it matters little how many are kept; 256 plans for 512 ranks are 64 MiB.
 @lru_cache(maxsize=256)
 def ring_plan(layout: Layout, rank: int, inner: int | None = None, kind: InnerKind = "ring") -> RingPlan:
     """The plan of ``rank`` for a ring over ``layout.ranks`` ranks (Ring Attention, arXiv 2310.01889, section 3).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,6 +113,14 @@ def test_a_contiguous_ring_does_no_work_in_the_future_and_a_single_rank_sends_no
     (hop,) = ring_plan(Layout.for_blocks("striped", 1, 8), 0).hops
     assert hop.kv == () and hop.dkv is None
     assert check_plans(Layout.for_blocks("striped", 1, 8)).forward == PassReport(1, 0, 0, 0)
+
+
+def test_a_plan_is_made_once_for_all_sequences_of_a_length() -> None:
+    ring_plan.cache_clear()
+    for _ in range(3):
+        layout = pickle.loads(pickle.dumps(Layout.for_blocks("striped", 4, 9)))  # as batches come from loader workers
+        assert ring_plan(layout, 2, 2, "gather") is ring_plan(Layout.for_blocks("striped", 4, 12), 2, 2, "gather")
+    assert ring_plan.cache_info().misses == 1
 
 
 def test_inner_rings_that_do_not_fill_the_ring_are_refused() -> None:

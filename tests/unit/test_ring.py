@@ -17,6 +17,7 @@ from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, VerticalSlash
+from ds_sparse_ring.plan import ring_plan
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.select.probe import probe_groups
 from ds_sparse_ring.ulysses import to_heads
@@ -175,6 +176,14 @@ class TestRing(DistributedTest):
         shard_bytes = 2 * 1 * sequence.layout.local_tokens * 16 * 4  # keys and values, one head, float32
         # forward: 2 of 3 hops; backward: keys and values again, and their float32 gradients: in all 3 hops, or the others' home
         assert sum(sent) == (2 + 2 + (3 if inner == "ring" else 2)) * shard_bytes
+
+    def test_layers_passes_and_other_packings_of_a_length_share_a_plan(self) -> None:
+        ring_plan.cache_clear()
+        for lengths in ([700], [300, 350], [640, 60]):  # 11 blocks each, padded to 12
+            _, sequence, context = bound(lengths, segment_tokens=256)
+            q, k, v = global_qkv(sequence, 2, 1, 16)
+            _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
+        assert ring_plan.cache_info().misses == 1 and ring_plan.cache_info().hits == 5
 
     def test_two_rings_beside_each_other_do_not_meet(self) -> None:
         first, second = bound([300], selector={"kind": "full"}), bound([500], degree=1)
