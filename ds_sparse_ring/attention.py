@@ -12,6 +12,7 @@ Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, co
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
-from ds_sparse_ring.plan import Transfer, ring_plan
+from ds_sparse_ring.plan import Hop, Transfer
 from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.store import Slot, current_slot
@@ -231,15 +232,15 @@ def ring_forward(
         dense, documents = found
         with ring.computing():
             return dense.forward(q, k, v, scale=scale, rows=documents)
-    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
+    acc, plan = accumulator_dtype(q.dtype), context.plan
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
-    kv = torch.stack([k, v])
+    kv, arriving = torch.stack([k, v]), deque[Exchange]()
     following = ring.exchange(kv, None, TAG_KV_AHEAD)
     for hop in ring.hops(plan):
         if hop.kv_ahead is not None:
             following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
-        arriving = ring.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
+        arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
         with ring.computing():
             for q_span, k_span in hop.work:
                 rows, keys = q_span.tokens, k_span.tokens
@@ -255,7 +256,7 @@ def ring_forward(
                     columns if own else None,
                     overwrite=own,
                 )
-        kv = ring.wait(arriving)
+        kv = ring.wait(arriving.popleft() if arriving else following)
     return o.to(q.dtype), lse
 
 
@@ -272,7 +273,7 @@ def ring_backward(
     layer: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the ring again: gradients of keys and values travel behind them, summed in ring order, and end at home.
+    """Walk the ring again: gradients of keys and values travel behind them or straight home, summed in ring order.
 
     Returns:
         dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
@@ -282,17 +283,17 @@ def ring_backward(
         dense, documents = found
         with ring.computing():
             return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
-    acc, plan = accumulator_dtype(q.dtype), ring_plan(context.layout, context.rank, context.axes.inner_size)
+    acc, plan = accumulator_dtype(q.dtype), context.plan
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
-    kv = torch.stack([k, v])
+    kv, arriving = torch.stack([k, v]), deque[Exchange]()
     following = ring.exchange(kv, None, TAG_KV_AHEAD)
-    travelling = total = None
+    homeward = _Homeward(ring)
     for hop in ring.hops(plan):
         if hop.kv_ahead is not None:
             following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
-        arriving = ring.exchange(kv, hop.kv, TAG_KV) if hop.kv is not None else following
+        arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
         with ring.computing():
             for q_span, k_span in hop.work:
@@ -313,25 +314,44 @@ def ring_backward(
                     d_columns if own else None,
                     overwrite=own,
                 )
-        if hop.dkv_ahead is not None and travelling is not None:  # the round before has ended: its sums are home by now
-            total, travelling = _pass_on(travelling, total, hop.dkv_ahead, ring), None
-        if travelling is not None:
-            dkv += ring.wait(travelling)
-        travelling = ring.exchange(dkv, hop.dkv, TAG_DKV)
-        kv = ring.wait(arriving)
-    assert travelling is not None
-    dkv = ring.wait(_pass_on(travelling, total, plan.home, ring))
+        homeward.send(dkv, hop)
+        kv = ring.wait(arriving.popleft() if arriving else following)
+    dkv = ring.wait(homeward.end_round(plan.home))
     if isinstance(index, VerticalSlash) and d_columns is not None:
         _return_columns(dkv, d_columns, k, index, context)
     return dq, dkv[0], dkv[1]
 
 
-def _pass_on(returning: Exchange, total: Exchange | None, transfer: Transfer | None, ring: RingPass) -> Exchange:
-    """Add a round's gradient to those of the nodes before, and send the sum to the next node."""
-    dkv = ring.wait(returning)
-    if total is not None:
-        dkv += ring.wait(total)
-    return ring.exchange(dkv, transfer, TAG_DKV_AHEAD)
+class _Homeward:
+    """Gradients of keys and values on their way to the ranks that these belong to. Sums are in the order of the ring."""
+
+    def __init__(self, ring: RingPass) -> None:
+        self._ring = ring
+        self._at_home: Tensor | None = None  # of this round, if the first part stays and the others come to it
+        self._travelling: Exchange | None = None
+        self._total: Exchange | None = None  # of the rounds before
+
+    def send(self, dkv: Tensor, hop: Hop) -> None:
+        """Take a hop's part: it is added to what has arrived and passed on, or sent home alone."""
+        if hop.dkv_ahead is not None:  # a round has ended, and its sums are home by now
+            self._total = self.end_round(hop.dkv_ahead)
+        if self._travelling is not None:
+            (dkv if self._at_home is None else self._at_home).add_(self._ring.wait(self._travelling))
+            self._travelling = None  # its buffer serves the next one
+        if hop.dkv is None:
+            self._at_home = dkv
+        else:
+            self._travelling = self._ring.exchange(dkv, hop.dkv, TAG_DKV)
+
+    def end_round(self, transfer: Transfer | None) -> Exchange:
+        """Add the round's sum to that of the rounds before, and send it to the next node."""
+        parts = [] if self._at_home is None else [self._at_home]
+        parts += [self._ring.wait(exchange) for exchange in (self._travelling, self._total) if exchange is not None]
+        self._at_home = self._travelling = self._total = None
+        dkv = parts.pop(0)
+        while parts:
+            dkv += parts.pop(0)
+        return self._ring.exchange(dkv, transfer, TAG_DKV_AHEAD)
 
 
 def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: VerticalSlash, context: SequenceContext) -> None:

@@ -11,7 +11,7 @@ stop the host, a watch prints the same before NCCL's own watchdog ends the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.plan import Transfer
+from ds_sparse_ring.plan import InnerKind, Transfer
 from ds_sparse_ring.watch import TransferWatch
 
 TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
@@ -49,7 +49,8 @@ class Axes:
 
     Attributes:
         sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
-        inner_size: ranks of an inner ring, None for a flat ring; only then there are an inner and an outer group.
+        inner_size: ranks of an inner ring, None for a flat ring; only otherwise there are an inner and an outer group.
+        inner_kind: whether keys and values turn in an inner ring or are gathered at once.
         timeout_s: how long an operation of these groups may take. watch: of the ring's transfers, with NCCL.
     """
 
@@ -62,6 +63,7 @@ class Axes:
     ulysses_group: Any = None
     data_group: Any = None
     inner_size: int | None = None
+    inner_kind: InnerKind = "ring"
     inner_group: Any = None
     outer_group: Any = None
     timeout_s: float = SparseRingConfig.model_fields["timeout_s"].default
@@ -127,12 +129,13 @@ class Axes:
             size,
             ulysses,
             sequence_group=own_group(sequences),
-            ring_group=own_group(rings),
+            ring_group=own_group(rings, urgent=True),
             ulysses_group=own_group(within),
             data_group=own_group([list(range(place, world, size)) for place in range(size)]),
             inner_size=inner,
-            inner_group=own_group(nodes) if hierarchical else None,
-            outer_group=own_group(across) if hierarchical else None,
+            inner_kind=config.inner,
+            inner_group=own_group(nodes, urgent=True) if hierarchical else None,
+            outer_group=own_group(across, urgent=True) if hierarchical else None,
             timeout_s=config.timeout_s,
             watch=TransferWatch(config.timeout_s) if size > ulysses and dist.get_backend() == "nccl" else None,
         )
@@ -236,28 +239,34 @@ class Axes:
 
     def exchange(self, x: Tensor, transfer: Transfer | None, tag: int, place: Place) -> Exchange:
         """Start passing ``x`` on along the ring; ``wait()`` gives what arrives. Nothing happens for ``transfer`` None."""
-        if transfer is None:
-            return Exchange(None, [], x)
-        received = torch.empty_like(x)
+        return self.exchange_all(x, [transfer], tag, place)[0] if transfer is not None else Exchange(None, [], x)
+
+    def exchange_all(self, x: Tensor, transfers: Sequence[Transfer], tag: int, place: Place) -> list[Exchange]:
+        """Start passing ``x`` on to several ranks of one level at once: one launch of NCCL, and all end together."""
+        if not transfers:
+            return []
         first, step = self.rank - self.ring_rank * self.ulysses_size, self.ulysses_size
-        send_to, receive_from = first + transfer.send_to * step, first + transfer.receive_from * step
+        to = [first + transfer.send_to * step for transfer in transfers]
+        sources = [first + transfer.receive_from * step for transfer in transfers]
         group = self.ring_group
         if self.inner_size is not None:
-            group = self.inner_group if transfer.level == "inner" else self.outer_group
+            group = self.inner_group if transfers[0].level == "inner" else self.outer_group
+        received = [torch.empty_like(x) for _ in transfers]
         operations = [
-            dist.P2POp(dist.isend, x, send_to, group, tag),
-            dist.P2POp(dist.irecv, received, receive_from, group, tag),
+            dist.P2POp(operation, buffer, peer, group, tag)
+            for send_to, receive_from, into in zip(to, sources, received, strict=True)
+            for operation, buffer, peer in ((dist.isend, x, send_to), (dist.irecv, into, receive_from))
         ]
         works = dist.batch_isend_irecv(operations)
-        describe = partial(self._broken_transfer, place, tag, send_to, receive_from)
+        describe = partial(self._broken_transfer, place, tag, to, sources)
         if self.watch is not None:
             self.watch.add(works[-1], describe)
-        return Exchange(received, works, x, describe)
+        return [Exchange(into, works, x, describe) for into in received]
 
-    def _broken_transfer(self, place: Place, tag: int, send_to: int, receive_from: int, what_happened: str) -> str:
+    def _broken_transfer(self, place: Place, tag: int, to: list[int], sources: list[int], what_happened: str) -> str:
         return (
-            f"rank {self.rank}: {place}: {_CARGO[tag]} to rank {send_to} and from rank {receive_from} {what_happened}. "
-            + _what_to_look_at(sorted({send_to, receive_from}))
+            f"rank {self.rank}: {place}: {_CARGO[tag]} to {_ranks(to)} and from {_ranks(sources)} {what_happened}. "
+            + _what_to_look_at(sorted({*to, *sources}))
         )
 
     @contextmanager
@@ -275,7 +284,7 @@ class Axes:
 
 
 class Exchange:
-    """A transfer under way. It holds the buffer being sent until the transfer is over."""
+    """A transfer under way. It holds the buffer being sent until the transfer, and those posted with it, are over."""
 
     def __init__(self, received: Tensor | None, works: list[Any], sent: Tensor, describe: Callable[[str], str] = str) -> None:
         self._result = sent if received is None else received
@@ -308,18 +317,38 @@ def _host_numbers(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
+def _ranks(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
 def _what_to_look_at(peers: list[int]) -> str:
-    some = ", ".join(map(str, peers[:8])) + (", ..." if len(peers) > 8 else "")
     return (
-        f"Look at the logs of ranks {some}: one of them may have died, stand still, or have called attention another number of "
-        "times or in another order; if it is only slow, raise sparse_ring.timeout_s"
+        f"Look at the logs of {_ranks(peers)}: one of them may have died, stand still, or have called attention another number "
+        "of times or in another order; if it is only slow, raise sparse_ring.timeout_s"
     )
 
 
-def _own_group(groups: list[list[int]], rank: int, timeout: timedelta) -> Any:
-    """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in."""
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta, *, urgent: bool = False) -> Any:
+    """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in.
+
+    Args:
+        urgent: its transfers hide behind attention, whose programs are many and short. On NCCL they run on a stream of high
+            priority, so that the next multiprocessors that become free are theirs. Otherwise they would begin when every
+            program launched before has begun: after the hop, not during it.
+    """
     own = None
     for members in groups:
-        group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+        options = _high_priority(timeout) if urgent and len(members) > 1 else None
+        group = dist.new_group(members, timeout=timeout, pg_options=options) if len(members) > 1 else None
         own = group if rank in members else own
     return own
+
+
+def _high_priority(timeout: timedelta) -> Any:
+    """Options of a new group, new for each: torch writes the group's name into them. Builds without NCCL lack the class."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options

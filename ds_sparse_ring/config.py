@@ -104,6 +104,9 @@ class SparseRingConfig(_Strict):
     inner_degree: int | None = Field(default=None, ge=1)
     """Ranks of an inner ring, usually those of a node: a hierarchical ring; null is one flat ring. Must divide the degree."""
 
+    inner: Literal["ring", "gather"] = "ring"
+    """How an inner ring's ranks get each other's keys and values: one by one around it, or all at once ("gather")."""
+
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """Which rank holds which blocks of 64 tokens: every degree-th block, one run of them, or two mirrored runs."""
 
@@ -163,6 +166,11 @@ class SparseRingConfig(_Strict):
             raise ValueError(
                 f"segment_tokens = {self.segment_tokens} is not a multiple of {BLOCK_TOKENS}: "
                 f"use {below} or {below + BLOCK_TOKENS}"
+            )
+        if self.inner == "gather" and self.inner_degree is None:
+            raise ValueError(
+                'inner = "gather" needs inner_degree, the ranks whose keys and values are held at once: '
+                'set it (the degree itself gathers the whole sequence) or inner = "ring"'
             )
         if self.probe == "previous" and self.segment_tokens is None:
             raise ValueError(

@@ -13,6 +13,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import Kernel
 from ds_sparse_ring.layout import Layout
 from ds_sparse_ring.meter import Meter
+from ds_sparse_ring.plan import RingPlan, ring_plan
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class SequenceContext:
     def rank(self) -> int:
         """This process's place in the ring."""
         return self.axes.ring_rank
+
+    @property
+    def plan(self) -> RingPlan:
+        """This process's hops."""
+        return ring_plan(self.layout, self.rank, self.axes.inner_size, self.axes.inner_kind)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +17,7 @@ from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout
+from ds_sparse_ring.plan import InnerKind
 from ds_sparse_ring.plan_check import PlanReport, check_plans
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
@@ -105,12 +107,30 @@ class Job:
     loss_tile: int = 4096
 
 
+class Schedule(NamedTuple):
+    """Who exchanges what with whom: the configuration's ``ulysses_degree``, ``inner_degree`` and ``inner``."""
+
+    ulysses: int = 1
+    inner: int | None = None
+    kind: InnerKind = "ring"
+
+    def name(self, size: int) -> str:
+        """As a table shows it; ``size``: ranks that share a sequence."""
+        ring = size // self.ulysses
+        inner = ring if self.inner is None else self.inner
+        parts = [f"Ulysses {self.ulysses}"] * (self.ulysses > 1)
+        if self.kind == "gather":
+            parts += [f"ring of {ring // inner}"] * (inner < ring) + [f"gather of {inner}"]
+        else:
+            parts += [f"ring of {ring}" if self.inner is None else f"ring of {ring // inner} x {inner}"]
+        return " x ".join(parts)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """One schedule of a job: times of one step (ms) and bytes of one rank."""
 
-    ulysses: int
-    inner: int | None
+    schedule: Schedule
     forward: PassTime
     backward: PassTime
     index_ms: float
@@ -137,10 +157,10 @@ class Estimate:
         return self.layers * waiting / self.attention_ms
 
 
-def schedules(job: Job) -> list[tuple[int, int | None]]:
-    """(Ulysses degree, inner degree) that the job's ranks and heads allow: flat rings, and inner rings of a node."""
+def schedules(job: Job) -> list[Schedule]:
+    """What the job's ranks and heads allow: flat rings, inner rings of a node, and all of a node's shards gathered at once."""
     size = job.config.check_degree(job.world)
-    found: list[tuple[int, int | None]] = []
+    found = []
     for ulysses in (n for n in range(1, size + 1) if size % n == 0 and n <= job.hardware.node_ranks):
         try:
             job.config.model_copy(update={"ulysses_degree": ulysses}).check_heads(
@@ -149,20 +169,23 @@ def schedules(job: Job) -> list[tuple[int, int | None]]:
         except SparseRingError:
             continue
         ring, within = size // ulysses, job.hardware.node_ranks // ulysses
-        found.append((ulysses, None))
+        found.append(Schedule(ulysses))
         if 1 < within < ring and ring % within == 0:
-            found.append((ulysses, within))
+            found.append(Schedule(ulysses, within))
+        if (gathered := min(within, ring)) > 1 and ring % gathered == 0:
+            found.append(Schedule(ulysses, gathered, "gather"))
     return found
 
 
-def estimate(job: Job, ulysses: int, inner: int | None) -> Estimate:
+def estimate(job: Job, schedule: Schedule) -> Estimate:
     """One schedule.
 
     Raises:
         SparseRingError: heads or ranks that do not divide, naming what would.
     """
-    model, hardware = job.model, job.hardware
-    config = SparseRingConfig(**{**job.config.model_dump(), "ulysses_degree": ulysses, "inner_degree": inner})
+    model, hardware, (ulysses, inner, kind) = job.model, job.hardware, schedule
+    degrees = {"ulysses_degree": ulysses, "inner_degree": inner, "inner": kind}
+    config = SparseRingConfig(**{**job.config.model_dump(), **degrees})
     size = config.check_degree(job.world)
     config.check_heads(model.num_attention_heads, model.num_key_value_heads)
     layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
@@ -174,15 +197,14 @@ def estimate(job: Job, ulysses: int, inner: int | None) -> Estimate:
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
         work = Work(pair_ms, job.density, job.columns, _BF16 * shard, _FP32 * shard)
-        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward)
+        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward, kind=kind)
 
     forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
     # hops, transfers and buffers are the same for any number of blocks
-    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * layout.ranks), inner)
+    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * layout.ranks), inner, kind)
     local = layout.local_tokens // ulysses
     return Estimate(
-        ulysses,
-        inner,
+        schedule,
         forward,
         backward,
         index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),

@@ -10,6 +10,12 @@ that the slow transfer may last as long as the whole round. Backward: a round en
 inner ring, back at the rank that the shard began the round on; there it is added to the sum of the nodes before and
 passed on while the next round runs.
 
+Gathered group: instead of turning, an inner ring may send every shard to all of its ranks at once, as a round begins: one launch
+and one latency instead of one for each hop, for as many buffers as the group has ranks. Hops and bytes of keys and values
+stay the same, and a group of all ranks is a plain all-gather. Backward: as soon as a hop is done, its part goes straight home,
+where parts are added in the order of the ring: the same bits, for one transfer fewer. A reduce-scatter at the end of the round
+would send no less, hold all parts at once, hide behind no work, and leave the order of the sum to the library.
+
 The plan depends on the layout alone, never on the index: empty work returns at once in the kernel.
 """
 
@@ -17,18 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout, Span
 
 Level = Literal["inner", "outer"]
+InnerKind = Literal["ring", "gather"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exchange with the neighbours in an inner ring, or with the counterparts in the neighbouring ones; ranks of the ring."""
+    """One exchange within an inner ring, or with the counterparts in the neighbouring ones; ranks of the ring."""
 
     send_to: int
     receive_from: int
@@ -41,15 +48,17 @@ class Hop:
 
     Attributes:
         source: ring rank whose keys and values are computed on.
-        kv: passes the keys and values on while they are computed on; None in the last hop of a round.
+        kv: passes the keys and values on while they are computed on. What arrives is for the next hops, in order: for the next
+            one, or, as a gathered group's round begins, for all that are left of it.
         kv_ahead: first hop of a round: passes the same keys and values on to the next node; what arrives begins the next round.
-        dkv: backward only: passes their gradient on after this hop's part was added; None in an inner ring of one rank.
+        dkv: backward only: passes their gradient on after this hop's part was added, or sends this hop's part home. None: the
+            part is at home; the others of the round are added to it.
         dkv_ahead: backward only, first hop of a later round: passes on what the round before has summed up.
         work: (query span, key span) pairs that are not entirely in the causal future.
     """
 
     source: int
-    kv: Transfer | None
+    kv: tuple[Transfer, ...]
     kv_ahead: Transfer | None
     dkv: Transfer | None
     dkv_ahead: Transfer | None
@@ -64,19 +73,22 @@ class RingPlan:
     hops: tuple[Hop, ...]
     home: Transfer | None
 
-    @property
+    @cached_property
     def once(self) -> bool:
         """True if each query span is computed on in one piece: its result is written once, and nothing is merged."""
         queries = [q_span for hop in self.hops for q_span, _ in hop.work]
         return len(queries) == len(set(queries))
 
 
+# Asked for twice a layer, which takes about 1 us. A batch with another number of blocks costs 0.06 ms for a ring of 8 ranks and 2
+# ms for one of 512, so it matters little how many are kept; 256 plans for 512 ranks are 64 MiB.
 @lru_cache(maxsize=256)
-def ring_plan(layout: Layout, rank: int, inner: int | None = None) -> RingPlan:
+def ring_plan(layout: Layout, rank: int, inner: int | None = None, kind: InnerKind = "ring") -> RingPlan:
     """The plan of ``rank`` for a ring over ``layout.ranks`` ranks (Ring Attention, arXiv 2310.01889, section 3).
 
     Args:
         inner: ranks of an inner ring, neighbours; None: one flat ring.
+        kind: whether keys and values turn in an inner ring or are gathered at once.
 
     Raises:
         SparseRingError: inner rings of that size do not fill the ring.
@@ -85,31 +97,53 @@ def ring_plan(layout: Layout, rank: int, inner: int | None = None) -> RingPlan:
     if size < 1 or ranks % size:
         raise SparseRingError(f"plan: inner rings of {size} ranks do not divide a ring of {ranks}")
     nodes, (node, place) = ranks // size, divmod(rank, size)
-    onward = _neighbours(place, size, lambda x: node * size + x, "inner")
-    outward = _neighbours(node, nodes, lambda x: x * size + place, "outer")
-    hops = []
+    kv, dkv = _inner_transfers(place, size, node * size, kind)
+    outward = _shift(node, 1, nodes, lambda x: x * size + place, "outer") if nodes > 1 else None
+    spans, hops = _spans(layout), []
     for turn in range(nodes):
         for step in range(size):
             source = (node - turn) % nodes * size + (place - step) % size
             hops.append(
                 Hop(
                     source,
-                    kv=onward if step < size - 1 else None,
+                    kv=kv[step],
                     kv_ahead=outward if step == 0 and turn < nodes - 1 else None,
-                    dkv=onward,
+                    dkv=dkv[step],
                     dkv_ahead=outward if step == 0 and turn > 0 else None,
-                    work=_work(layout, rank, source),
+                    work=_work(spans[rank], spans[source]),
                 )
             )
     return RingPlan(rank, tuple(hops), home=outward)
 
 
-def _neighbours(place: int, size: int, rank_of: Callable[[int], int], level: Level) -> Transfer | None:
-    """To the next place and from the one before; None where there is one place only."""
-    return Transfer(rank_of((place + 1) % size), rank_of((place - 1) % size), level) if size > 1 else None
+def _inner_transfers(
+    place: int, size: int, first: int, kind: InnerKind
+) -> tuple[list[tuple[Transfer, ...]], list[Transfer | None]]:
+    """Of keys and values, and of gradients, for each hop of a round."""
+
+    def shift(by: int) -> Transfer:
+        return _shift(place, by, size, lambda x: first + x, "inner")
+
+    if size == 1:
+        return [()], [None]
+    if kind == "ring":
+        return [(shift(1),)] * (size - 1) + [()], [shift(1)] * size
+    everyone = tuple(shift(by) for by in range(1, size))
+    return [everyone] + [()] * (size - 1), [None, *(shift(-by) for by in range(1, size))]
 
 
-def _work(layout: Layout, rank: int, source: int) -> tuple[tuple[Span, Span], ...]:
+def _shift(place: int, by: int, size: int, rank_of: Callable[[int], int], level: Level) -> Transfer:
+    """To the place that is ``by`` further, and from the one that is as far before."""
+    return Transfer(rank_of((place + by) % size), rank_of((place - by) % size), level)
+
+
+@lru_cache(maxsize=8)
+def _spans(layout: Layout) -> list[tuple[Span, ...]]:
+    """Of each rank: the plans of all ranks share them."""
+    return [layout.spans(rank) for rank in range(layout.ranks)]
+
+
+def _work(queries: tuple[Span, ...], keys: tuple[Span, ...]) -> tuple[tuple[Span, Span], ...]:
     """Span pairs that are not in the future. A span's own keys come first: that call has its diagonal and takes its columns."""
-    pairs = [(q, k) for q in layout.spans(rank) for k in layout.spans(source) if q.last >= k.first]
+    pairs = [(q, k) for q in queries for k in keys if q.last >= k.first]
     return tuple(sorted(pairs, key=lambda pair: pair[0] != pair[1]))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout
-from ds_sparse_ring.plan import Hop, RingPlan, Transfer, ring_plan
+from ds_sparse_ring.plan import Hop, InnerKind, RingPlan, Transfer, ring_plan
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class PassReport:
 
     Attributes:
         kv_buffers, gradient_buffers: most shards held at once: computed on, being sent, being received.
-        inner, outer: shards sent to the neighbour in the inner ring, and to the next node; of both kinds.
+        inner, outer: shards sent within the inner ring, and to the next node; of both kinds.
     """
 
     kv_buffers: int
@@ -39,14 +41,14 @@ class PlanReport:
     backward: PassReport
 
 
-def check_plans(layout: Layout, inner: int | None = None) -> PlanReport:
+def check_plans(layout: Layout, inner: int | None = None, kind: InnerKind = "ring") -> PlanReport:
     """Check the plans of all ranks of a ring.
 
     Raises:
         SparseRingError: a pair of blocks that is not computed exactly once, keys that are not those that a hop wants, a transfer
             without its counterpart, a deadlock, or a gradient that does not come home whole.
     """
-    plans = [ring_plan(layout, rank, inner) for rank in range(layout.ranks)]
+    plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
     _check_coverage(layout, plans)
     return PlanReport(_report(plans, backward=False), _report(plans, backward=True))
 
@@ -64,8 +66,11 @@ def _check_coverage(layout: Layout, plans: list[RingPlan]) -> None:
         raise SparseRingError(f"plan: query block {q_block} and key block {k_block} are computed {times} times")
 
 
-@dataclass(frozen=True)
-class Cargo:
+Step = tuple[str, int]
+"""What is posted, and in which hop."""
+
+
+class Cargo(NamedTuple):
     """A buffer with a shard of keys and values, or with its gradient, in which ``parts``, a bitmask of ranks, are summed."""
 
     buffer: int
@@ -73,14 +78,25 @@ class Cargo:
     parts: int = 0
 
 
-@dataclass
-class PostedTransfer:
-    """A transfer that a rank has posted, as `comm.Exchange`."""
+@dataclass(slots=True)
+class Posted:
+    """Transfers that a rank has posted at once, as by `Axes.exchange_all`: they end together. None at all: the cargo stays.
 
-    step: tuple[str, int]
-    transfer: Transfer | None
+    Those of one place in ``transfers`` belong together, on all ranks that post the step.
+    """
+
+    variable: str
+    step: Step
+    transfers: Sequence[Transfer]
     sent: Cargo
-    received: Cargo | None = None
+    received: list[Cargo]
+    waited: int = 0
+    taken: int = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether there is more to wait for."""
+        return self.waited < len(self.transfers)
 
 
 Program = Generator[bool, None, None]
@@ -91,10 +107,11 @@ class RankRun:
 
     def __init__(self, rank: int, everyone: Sequence[RankRun]) -> None:
         self.rank, self.everyone = rank, everyone
-        self.posted: dict[tuple[str, int], PostedTransfer] = {}
+        self.posted: dict[Step, Posted | None] = {}  # None: received by all that it goes to
         self.sent = {"inner": 0, "outer": 0}
         self.peak = {"kv": 0, "dkv": 0}
-        self._variables: dict[str, dict[str, tuple[int, ...]]] = {"kv": {}, "dkv": {}}
+        self._variables: dict[str, tuple[int, ...]] = {}
+        self._holders: dict[str, dict[int, int]] = {"kv": {}, "dkv": {}}
         self._buffers = 0
         self.result: Cargo | None = None
 
@@ -106,41 +123,58 @@ class RankRun:
     def keep(self, variable: str, *cargo: Cargo) -> None:
         """A variable now holds these buffers and no others; its name begins with the kind of what it holds."""
         kind = "dkv" if variable.startswith("dkv") else "kv"
-        variables = self._variables[kind]
-        variables[variable] = tuple(x.buffer for x in cargo)
-        if sum(map(len, variables.values())) > self.peak[kind]:  # otherwise there is no need to look which are the same
-            self.peak[kind] = max(self.peak[kind], len({b for held in variables.values() for b in held}))
+        holders = self._holders[kind]
+        for buffer in self._variables.get(variable, ()):
+            if holders[buffer] > 1:
+                holders[buffer] -= 1
+            else:
+                del holders[buffer]
+        self._variables[variable] = tuple([x.buffer for x in cargo])
+        for buffer in self._variables[variable]:
+            holders[buffer] = holders.get(buffer, 0) + 1
+        self.peak[kind] = max(self.peak[kind], len(holders))
 
     def compute(self, step: int, hop: Hop) -> None:
         """The kernel calls of a hop; nothing here."""
 
-    def post(self, variable: str, step: tuple[str, int], transfer: Transfer | None, cargo: Cargo) -> PostedTransfer:
-        """`Axes.exchange`."""
-        exchange = self.posted[step] = PostedTransfer(step, transfer, cargo)
-        if transfer is None:
-            exchange.received = cargo
-        else:
+    def post(self, variable: str, step: Step, transfers: Sequence[Transfer], cargo: Cargo) -> Posted:
+        """`Axes.exchange_all`; each transfer has a variable, numbered."""
+        received = [self.new(-1) for _ in transfers]
+        posted = Posted(variable, step, transfers, cargo, received)
+        if transfers:
+            self.posted[step] = posted
+        for i, transfer in enumerate(transfers):
             self.sent[transfer.level] += 1
-            self.keep(variable, cargo, self.new(-1))
-        return exchange
+            self.keep(f"{variable} {i}", cargo, received[i])
+        return posted
 
-    def wait(self, variable: str, exchange: PostedTransfer) -> Generator[bool, None, Cargo]:
-        """`Exchange.wait`: yields True while what is to be received has not been sent."""
-        if exchange.received is None:
-            assert exchange.transfer is not None
-            peer = self.everyone[exchange.transfer.receive_from]
-            while exchange.step not in peer.posted:
-                yield True
-            theirs = peer.posted[exchange.step]
-            sent_to = theirs.transfer and (theirs.transfer.send_to, theirs.transfer.level)
-            if sent_to != (self.rank, exchange.transfer.level):
-                name, hop = exchange.step
-                raise SparseRingError(
-                    f"plan: rank {self.rank} waits for {name} of hop {hop} from rank {peer.rank}, which sends it elsewhere"
-                )
-            exchange.received = self.new(theirs.sent.shard, theirs.sent.parts)
-        self.keep(variable, exchange.received)
-        return exchange.received
+    def wait(self, posted: Posted, *, drop: bool = False) -> Generator[bool, None, Cargo]:
+        """`Exchange.wait` of the next of the transfers: yields True while one of them all has no counterpart.
+
+        Its variable then holds what has arrived, or nothing if it is to drop it.
+        """
+        if not posted.transfers:
+            return posted.sent
+        if posted.waited == 0:
+            for i, transfer in enumerate(posted.transfers):
+                peer = self.everyone[transfer.receive_from]
+                while posted.step not in peer.posted:
+                    yield True
+                theirs = peer.posted[posted.step]
+                sent = theirs.transfers[i] if theirs is not None and i < len(theirs.transfers) else None
+                if theirs is None or sent is None or (sent.send_to, sent.level) != (self.rank, transfer.level):
+                    name, hop = posted.step
+                    raise SparseRingError(
+                        f"plan: rank {self.rank} waits for {name} of hop {hop} from rank {peer.rank}, which sends it elsewhere"
+                    )
+                posted.received[i] = Cargo(posted.received[i].buffer, theirs.sent.shard, theirs.sent.parts)
+                theirs.taken += 1
+                if theirs.taken == len(theirs.transfers):
+                    peer.posted[posted.step] = None
+        i = min(posted.waited, len(posted.transfers) - 1)  # the last one may be asked for again
+        posted.waited += 1
+        self.keep(f"{posted.variable} {i}", *([] if drop else [posted.received[i]]))
+        return posted.received[i]
 
 
 def run_plans(plans: list[RingPlan], ranks: Sequence[RankRun], *, backward: bool) -> None:
@@ -150,13 +184,17 @@ def run_plans(plans: list[RingPlan], ranks: Sequence[RankRun], *, backward: bool
         SparseRingError: see `check_plans`.
     """
     programs = [plan_steps(plan, state, backward) for plan, state in zip(plans, ranks, strict=True)]
-    left, posted = list(range(len(plans))), -1
+    left, posts = list(range(len(plans))), -1
     while left:
         # each rank goes on until it has to wait
         left = [rank for rank in left if next((True for waiting in programs[rank] if waiting), False)]
-        before, posted = posted, sum(len(state.posted) for state in ranks)
-        if left and posted == before:
+        before, posts = posts, sum(len(state.posted) for state in ranks)
+        if left and posts == before:
             raise SparseRingError(f"plan: deadlock: ranks {left} wait for transfers that no one posts")
+    for state in ranks:
+        for (name, hop), posted in state.posted.items():
+            if posted is not None:
+                raise SparseRingError(f"plan: rank {state.rank} sends {name} of hop {hop} to a rank that does not wait for it")
     everyone = (1 << len(plans)) - 1
     for rank, state in enumerate(ranks):
         if backward and (state.result is None or (state.result.shard, state.result.parts) != (rank, everyone)):
@@ -179,40 +217,63 @@ def plan_steps(plan: RingPlan, me: RankRun, backward: bool) -> Program:
     """The loops of `attention.ring_forward` and `attention.ring_backward`; yields False after each hop."""
     kv = me.new(plan.rank)
     me.keep("kv", kv)
-    following = me.post("kv following", ("kv_ahead", -1), None, kv)
-    travelling: PostedTransfer | None = None
-    total: PostedTransfer | None = None
+    arriving = following = me.post("kv following", ("kv_ahead", -1), (), kv)
+    homeward = _Homeward(me)
     for step, hop in enumerate(plan.hops):
         if hop.kv_ahead is not None:
-            following = me.post("kv following", ("kv_ahead", step), hop.kv_ahead, kv)
-        arriving = me.post("kv arriving", ("kv", step), hop.kv, kv) if hop.kv is not None else following
+            following = me.post("kv following", ("kv_ahead", step), [hop.kv_ahead], kv)
+        if hop.kv:
+            arriving = me.post("kv arriving", ("kv", step), hop.kv, kv)
         if kv.shard != hop.source:
             raise SparseRingError(f"plan: rank {plan.rank} holds shard {kv.shard} in hop {step}, which is for {hop.source}")
         me.compute(step, hop)
         if backward:
-            dkv = me.new(kv.shard, 1 << plan.rank)
-            me.keep("dkv", dkv)
-            if hop.dkv_ahead is not None and travelling is not None:
-                total = yield from _pass_on(me, travelling, total, ("dkv_ahead", step), hop.dkv_ahead)
-                travelling = None
-            if travelling is not None:
-                dkv = _add(dkv, (yield from me.wait("dkv travelling", travelling)))
-            travelling = me.post("dkv travelling", ("dkv", step), hop.dkv, dkv)
+            yield from homeward.send(me.new(kv.shard, 1 << plan.rank), step, hop)
         yield False
-        kv = yield from me.wait("kv following" if arriving is following else "kv arriving", arriving)
+        if arriving.left:
+            kv = yield from me.wait(arriving, drop=True)
+        else:
+            kv = yield from me.wait(following)
         me.keep("kv", kv)
-    if travelling is not None:
-        home = yield from _pass_on(me, travelling, total, ("dkv_ahead", len(plan.hops)), plan.home)
-        me.result = yield from me.wait("dkv total", home)
+    if backward:
+        home = yield from homeward.end_round(len(plan.hops), plan.home)
+        me.result = yield from me.wait(home)
 
 
-def _pass_on(
-    me: RankRun, returning: PostedTransfer, total: PostedTransfer | None, step: tuple[str, int], transfer: Transfer | None
-) -> Generator[bool, None, PostedTransfer]:
-    dkv = yield from me.wait("dkv travelling", returning)
-    if total is not None:
-        dkv = _add(dkv, (yield from me.wait("dkv total", total)))
-    return me.post("dkv total", step, transfer, dkv)
+class _Homeward:
+    """`attention._Homeward`."""
+
+    def __init__(self, me: RankRun) -> None:
+        self._me = me
+        self._at_home: Cargo | None = None
+        self._travelling: Posted | None = None
+        self._total: Posted | None = None
+
+    def send(self, dkv: Cargo, step: int, hop: Hop) -> Program:
+        self._me.keep("dkv", dkv)
+        if hop.dkv_ahead is not None:
+            self._total = yield from self.end_round(step, hop.dkv_ahead)
+        if self._travelling is not None:
+            arrived = yield from self._me.wait(self._travelling)
+            if self._at_home is None:
+                dkv = _add(dkv, arrived)
+            else:
+                self._at_home = _add(self._at_home, arrived)
+        if hop.dkv is None:
+            self._at_home = dkv
+            self._me.keep("dkv at home", dkv)
+        else:
+            self._travelling = self._me.post("dkv travelling", ("dkv", step), [hop.dkv], dkv)
+
+    def end_round(self, step: int, transfer: Transfer | None) -> Generator[bool, None, Posted]:
+        parts = [] if self._at_home is None else [self._at_home]
+        for posted in (self._travelling, self._total):
+            if posted is not None:
+                parts.append((yield from self._me.wait(posted)))
+        self._at_home = self._travelling = self._total = None
+        for variable in ("dkv at home", "dkv travelling 0"):
+            self._me.keep(variable)
+        return self._me.post("dkv total", ("dkv_ahead", step), [] if transfer is None else [transfer], reduce(_add, parts))
 
 
 def _add(a: Cargo, b: Cargo) -> Cargo:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import Estimate, Job, estimate
+from ds_sparse_ring.estimate import Estimate, Job, Schedule, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.run_log import RunLog, read_run
 
@@ -29,7 +29,7 @@ def print_comparison(log: Path, hardware: str | None) -> None:
             f"plan: the log is of {run.job.device}, for which there is no profile: give --hardware a name or a file"
         )
     job = job_of(run, name)
-    e = estimate(job, run.config.ulysses_degree, run.config.inner_degree)
+    e = estimate(job, Schedule(run.config.ulysses_degree, run.config.inner_degree, run.config.inner))
     steps = [line["step"] for line in run.lines]
     title = f"{log}: {job.tokens} tokens, {job.world} x {run.job.device}, ZeRO-{job.zero_stage}; simulated with {name}"
     table = Table("", "measured", "simulated", "error", title=title, title_justify="left")

@@ -38,7 +38,7 @@ def print_plan(
         raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
     share = (1.0, 0.0) if full else (density, columns)
     job = Job(load_shape(model), load_hardware(hardware), config, parse_tokens(seq), world, *share, zero_stage=stage)
-    found = [estimate(job, *schedule) for schedule in schedules(job)]
+    found = [estimate(job, schedule) for schedule in schedules(job)]
     if not found:
         raise SparseRingError(f"plan: no schedule fits {world} ranks and the heads of {model}: set degree or ulysses_degree to 1")
     table = Table(title=f"{model}, {job.tokens} tokens, {world} x {job.hardware.name}, ZeRO-{stage}", title_justify="left")
@@ -54,7 +54,8 @@ def print_plan(
         console.print("no schedule fits the memory: more ranks to a sequence (degree), a higher ZeRO stage, or offload")
         return
     best = min(fitting, key=lambda e: e.step_ms)
-    console.print(f'fastest that fits: "ulysses_degree": {best.ulysses}, "inner_degree": {best.inner or "null"}')
+    ulysses, inner, kind = best.schedule
+    console.print(f'fastest that fits: "ulysses_degree": {ulysses}, "inner_degree": {inner or "null"}, "inner": "{kind}"')
     if timeline is not None:
         save_trace(best.backward.events, timeline)
         save_timeline(best.backward.events, timeline.with_suffix(".png"))
@@ -63,12 +64,9 @@ def print_plan(
 
 def _row(e: Estimate, job: Job) -> list[str]:
     size = job.config.check_degree(job.world)
-    ring = size // e.ulysses
-    kind = f"ring of {ring}" if e.inner is None else f"ring of {ring // e.inner} x {e.inner}"
-    name = kind if e.ulysses == 1 else f"Ulysses {e.ulysses} x {kind}"
     tokens = job.world // size * job.tokens / e.step_ms * 1e3
     return [
-        name,
+        e.schedule.name(size),
         f"{e.step_ms / 1e3:.2f}",
         f"{tokens:.0f}",
         f"{e.attention_ms / 1e3:.2f}",

@@ -7,7 +7,7 @@ until a transfer has arrived. Beside them the host's time for a turn of the loop
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -33,15 +33,27 @@ class RingPass:
             self._meter.count("host_s", time.perf_counter() - self._meter.own_s - begin_s)
             self._meter.count("hops", 1)
 
+    @property
+    def _place(self) -> Place:
+        return Place(self._layer, self._backward, self._hop)
+
+    def _count(self, x: Tensor, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            self._meter.count(f"sent_{transfer.level}_bytes", x.numel() * x.element_size())
+
     def computing(self) -> AbstractContextManager[None]:
         """Around the kernels of a hop."""
         return self._meter.timed(HopPart(self._backward, self._layer, self._hop, "compute"))
 
     def exchange(self, x: Tensor, transfer: Transfer | None, tag: int) -> Exchange:
         """`Axes.exchange`."""
-        if transfer is not None:
-            self._meter.count(f"sent_{transfer.level}_bytes", x.numel() * x.element_size())
-        return self._axes.exchange(x, transfer, tag, Place(self._layer, self._backward, self._hop))
+        self._count(x, () if transfer is None else (transfer,))
+        return self._axes.exchange(x, transfer, tag, self._place)
+
+    def exchange_all(self, x: Tensor, transfers: Sequence[Transfer], tag: int) -> list[Exchange]:
+        """`Axes.exchange_all`."""
+        self._count(x, transfers)
+        return self._axes.exchange_all(x, transfers, tag, self._place)
 
     def wait(self, exchange: Exchange) -> Tensor:
         """`Exchange.wait`."""

@@ -1,8 +1,8 @@
 """Time of attention over a ring, from the very plans that training runs: a discrete-event run of all ranks' programs.
 
-A rank computes one hop after the other; what it posts goes over its link to another rank of its node, or of another node,
-one transfer at a time, and takes latency + bytes / bandwidth once both sides have posted it. Compute times come from the
-pairs that a hop has and a rate.
+A rank computes one hop after the other. What it posts within its inner ring, and between these, stands in one queue each, as on
+the streams of NCCL's communicators: it begins when it is first in the queues of both sides and takes latency + bytes / bandwidth.
+What is posted at once has one latency and ends together. Compute times come from the pairs that a hop has and a rate.
 
 Shapes: H query heads, K key/value heads, D head size.
 """
@@ -19,8 +19,8 @@ import numpy as np
 
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout, Span
-from ds_sparse_ring.plan import Hop, Transfer, ring_plan
-from ds_sparse_ring.plan_check import Cargo, PostedTransfer, RankRun, run_plans
+from ds_sparse_ring.plan import Hop, InnerKind, Transfer, ring_plan
+from ds_sparse_ring.plan_check import Cargo, Posted, RankRun, Step, run_plans
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Links:
         return cls(h.node_ranks, h.inner_gb_s, h.outer_gb_s, h.latency_ms, ranks_apart)
 
     def ms(self, a: int, b: int, size_bytes: float) -> float:
-        """Time of a transfer between two ranks of the ring."""
+        """Time of a transfer between two ranks of the ring, without the latency."""
         inside = a * self.ranks_apart // self.node_ranks == b * self.ranks_apart // self.node_ranks
-        return self.latency_ms + size_bytes / (self.inner_gb_s if inside else self.outer_gb_s) / 1e6
+        return size_bytes / (self.inner_gb_s if inside else self.outer_gb_s) / 1e6
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,11 @@ class _TimedRank(RankRun):
         super().__init__(rank, everyone)
         self.run, self.clock = run, 0.0
         self.others = everyone
-        self.posted_at: dict[tuple[str, int], float] = {}
-        self.arrival: dict[tuple[str, int], float] = {}
-        self.link_free = {"inner": 0.0, "outer": 0.0}
+        self.transfers: dict[Step, Sequence[Transfer]] = {}
+        self.posted_at: dict[Step, float] = {}
+        self.before: dict[Step, Step | None] = {}  # what stands before a step in the queue of its level
+        self.queued: dict[str, Step] = {}  # what was queued last
+        self.ends: dict[Step, float] = {}
         self.hop_ms: list[float] = []
         self.waited = 0.0
 
@@ -107,28 +109,48 @@ class _TimedRank(RankRun):
         self.run.events.append(Event(self.rank, "compute", f"hop {step}: keys of {hop.source}", self.clock, self.clock + ms))
         self.clock += ms
 
-    def post(self, variable: str, step: tuple[str, int], transfer: Transfer | None, cargo: Cargo) -> PostedTransfer:
-        self.posted_at[step] = self.clock
-        return super().post(variable, step, transfer, cargo)
+    def post(self, variable: str, step: Step, transfers: Sequence[Transfer], cargo: Cargo) -> Posted:
+        if transfers:
+            level = transfers[0].level
+            self.transfers[step], self.posted_at[step] = transfers, self.clock
+            self.before[step], self.queued[level] = self.queued.get(level), step
+        return super().post(variable, step, transfers, cargo)
 
-    def wait(self, variable: str, exchange: PostedTransfer) -> Generator[bool, None, Cargo]:
-        cargo = yield from super().wait(variable, exchange)
-        if exchange.transfer is not None and exchange.step not in self.arrival:
-            end = self.arrival[exchange.step] = self._arrival(exchange)
+    def wait(self, posted: Posted, *, drop: bool = False) -> Generator[bool, None, Cargo]:
+        cargo = yield from super().wait(posted, drop=drop)
+        if posted.transfers:
+            while (end := self.end(posted.step)) is None:
+                yield True
             if end > self.clock:
-                self.run.events.append(Event(self.rank, "wait", exchange.step[0], self.clock, end))
+                self.run.events.append(Event(self.rank, "wait", posted.step[0], self.clock, end))
                 self.waited += end - self.clock
                 self.clock = end
         return cargo
 
-    def _arrival(self, exchange: PostedTransfer) -> float:
-        assert exchange.transfer is not None
-        sender, level = self.others[exchange.transfer.receive_from], exchange.transfer.level
-        both = max(self.posted_at[exchange.step], sender.posted_at[exchange.step], sender.link_free[level])
-        end = both + self.run.links.ms(sender.rank, self.rank, self.run.bytes_of(exchange.step[0]))
-        sender.link_free[level] = end
-        self.run.events.append(Event(sender.rank, f"send {level}", f"{exchange.step[0]} to {self.rank}", both, end))
-        return end
+    def begin(self, step: Step) -> float | None:
+        """When this rank is ready for what it has posted: what stands before it has ended. None: not known yet."""
+        if step not in self.posted_at:
+            return None
+        before = self.before[step]
+        free = 0.0 if before is None else self.end(before)
+        return None if free is None else max(free, self.posted_at[step])
+
+    def end(self, step: Step) -> float | None:
+        """When all of a step has been sent and received: both sides of each transfer have to be ready."""
+        if step not in self.ends:
+            transfers = self.transfers[step]
+            to, sources = [t.send_to for t in transfers], [t.receive_from for t in transfers]
+            begins = [self.others[rank].begin(step) for rank in {self.rank, *to, *sources}]
+            known = [begin for begin in begins if begin is not None]
+            if len(known) < len(begins):
+                return None
+            links, size_bytes = self.run.links, self.run.bytes_of(step[0])
+            sent = links.latency_ms + sum(links.ms(self.rank, rank, size_bytes) for rank in to)
+            received = links.latency_ms + sum(links.ms(rank, self.rank, size_bytes) for rank in sources)
+            begin, name = max(known), f"{step[0]} to {', '.join(map(str, to))}"
+            self.run.events.append(Event(self.rank, f"send {transfers[0].level}", name, begin, begin + sent))
+            self.ends[step] = begin + max(sent, received)
+        return self.ends[step]
 
 
 @dataclass
@@ -147,9 +169,11 @@ class _Timing:
         return self.work.gradient_bytes if name.startswith("dkv") else self.work.kv_bytes
 
 
-def simulate_pass(layout: Layout, inner: int | None, work: Work, links: Links, *, backward: bool) -> PassTime:
+def simulate_pass(
+    layout: Layout, inner: int | None, work: Work, links: Links, *, backward: bool, kind: InnerKind = "ring"
+) -> PassTime:
     """One pass of one layer's attention over a ring."""
-    plans = [ring_plan(layout, rank, inner) for rank in range(layout.ranks)]
+    plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
     timing = _Timing(work, links, [])
     ranks: list[_TimedRank] = []
     ranks.extend(_TimedRank(rank, ranks, timing) for rank in range(layout.ranks))

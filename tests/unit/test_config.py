@@ -33,6 +33,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "degree": None,
         "ulysses_degree": 1,
         "inner_degree": None,
+        "inner": "ring",
         "layout": "striped",
         "backend": "auto",
         "selector": {"kind": "price", "price": 1.5e-4},
@@ -231,6 +232,14 @@ def test_an_inner_degree_divides_the_ring() -> None:
     assert SparseRingConfig(inner_degree=4).check_degree(8) == 8
     with pytest.raises(SparseRingError, match="inner_degree = 4 does not divide the 6 ranks of a ring: use 1, 2, 3 or 6"):
         SparseRingConfig(degree=6, inner_degree=4).check_degree(12)
+
+
+def test_gathering_needs_to_know_how_many_ranks() -> None:
+    assert SparseRingConfig(inner_degree=4, inner="gather").check_degree(8) == 8
+    with pytest.raises(SparseRingError, match=r'sparse_ring.inner = "gather" needs inner_degree.*: set it .* or inner = "ring"'):
+        SparseRingConfig(inner="gather")
+    with pytest.raises(SparseRingError, match=r'sparse_ring.inner = "all": should be .ring. or .gather.'):
+        SparseRingConfig(inner_degree=4, inner="all")
 
 
 @pytest.mark.parametrize(("per_pattern", "q_heads", "kv_heads"), [(1, 7, 1), (4, 16, 4), (2, 16, 4), (1, 3, 3), (7, 14, 2)])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import SHAPES, Job, estimate, load_shape, schedules
+from ds_sparse_ring.estimate import SHAPES, Job, Schedule, estimate, load_shape, schedules
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.plan_report import parse_tokens
 
@@ -34,7 +34,7 @@ def _job(world: int, tokens: int = 131072, config: SparseRingConfig = FULL, dens
 def test_measured_steps_on_one_gpu_are_reproduced(config, shares, rates, attention_s, step_s, memory_gib) -> None:
     """The table of training steps in docs/measurements.md: 128K tokens on one H200."""
     job = _job(1, config=config, density=shares[0], columns=shares[1])
-    e = estimate(replace(job, hardware=job.hardware.model_copy(update=rates)), 1, None)
+    e = estimate(replace(job, hardware=job.hardware.model_copy(update=rates)), Schedule())
     assert attention_s is None or e.attention_ms == pytest.approx(1e3 * attention_s, rel=0.1)
     assert e.step_ms == pytest.approx(1e3 * step_s, rel=0.1)
     assert e.memory == pytest.approx(memory_gib * 2**30, rel=0.1)
@@ -45,22 +45,41 @@ def test_the_shape_of_a_model_counts_its_parameters() -> None:
 
 
 def test_more_ranks_share_the_work_and_the_memory() -> None:
-    one, four = estimate(_job(1), 1, None), estimate(_job(4), 1, None)
+    one, four = estimate(_job(1), Schedule()), estimate(_job(4), Schedule())
     assert four.step_ms < one.step_ms / 3.5
     assert four.memory < one.memory / 2
 
 
 def test_schedules_follow_ranks_and_heads() -> None:
-    assert schedules(_job(1)) == [(1, None)]
-    assert schedules(_job(16)) == [(1, None), (1, 8), (2, None), (2, 4), (4, None), (4, 2), (8, None)]
-    assert schedules(_job(3)) == [(1, None)], "16 heads do not divide by 3"
+    def names(job: Job) -> list[str]:
+        return [schedule.name(job.world) for schedule in schedules(job)]
+
+    assert schedules(_job(1)) == [Schedule(1, None, "ring")]
+    assert names(_job(16)) == [
+        "ring of 16", "ring of 2 x 8", "ring of 2 x gather of 8",
+        "Ulysses 2 x ring of 8", "Ulysses 2 x ring of 2 x 4", "Ulysses 2 x ring of 2 x gather of 4",
+        "Ulysses 4 x ring of 4", "Ulysses 4 x ring of 2 x 2", "Ulysses 4 x ring of 2 x gather of 2",
+        "Ulysses 8 x ring of 2",
+    ]  # fmt: skip
+    assert names(_job(3)) == ["ring of 3", "gather of 3"], "16 heads do not divide by 3"
     shared = SparseRingConfig(heads_per_pattern=8)
-    assert schedules(_job(8, config=shared)) == [(1, None), (2, None)], "a pattern needs its eight heads on one rank"
+    assert names(_job(8, config=shared)) == ["ring of 8", "gather of 8", "Ulysses 2 x ring of 4", "Ulysses 2 x gather of 4"], (
+        "a pattern needs its eight heads on one rank"
+    )
+
+
+def test_gathering_saves_latencies_and_costs_buffers() -> None:
+    job = _job(8, tokens=32768, config=SparseRingConfig(), density=0.05)
+    ring, gathered = (estimate(job, schedule) for schedule in (Schedule(), Schedule(1, 8, "gather")))
+    assert gathered.memory > ring.memory
+    assert gathered.report.backward.kv_buffers == 8 and ring.report.backward.kv_buffers == 2
+    assert gathered.forward.compute == pytest.approx(ring.forward.compute)
+    assert gathered.forward.exposed < ring.forward.exposed / 3 and gathered.step_ms < ring.step_ms
 
 
 def test_what_cannot_be_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(SparseRingError, match="degree = 5 does not divide the 8 ranks of this run: use 1, 2, 4 or 8"):
-        estimate(_job(8, config=SparseRingConfig(degree=5)), 1, None)
+        estimate(_job(8, config=SparseRingConfig(degree=5)), Schedule())
     with pytest.raises(SparseRingError, match="neither a folder with config.json nor one of qwen2.5-3b"):
         load_shape("no-such-model")
     with pytest.raises(SparseRingError, match="neither a file nor one of h200, h100"):
@@ -87,7 +106,7 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     arguments = ["plan", "--seq", "256K", "--world", "4", "--timeline", str(trace)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    for text in ("ring of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
+    for text in ("ring of 4", "gather of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
         assert text in result.output
     assert json.loads(trace.read_text())["traceEvents"]
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -95,7 +95,7 @@ class Run:
 
     def reference_ring(self) -> SparseRing | None:
         """For a sparse index, the ring of one rank that chooses it. Every rank calls this."""
-        values = {key: x for key, x in self.ring_values.items() if key not in ("ulysses_degree", "inner_degree")}
+        values = {key: x for key, x in self.ring_values.items() if key not in ("ulysses_degree", "inner_degree", "inner")}
         return None if self.selector == "full" else single_ring(self.selector, **values)
 
 
@@ -166,9 +166,17 @@ class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
     world_size = 4
 
     @pytest.mark.parametrize("zero", ["zero2_reduce_scatter", "zero3_reduce_scatter"])
-    @pytest.mark.parametrize("plan", [{"ulysses_degree": 2}, {"ulysses_degree": 4}, {"inner_degree": 2}])
+    @pytest.mark.parametrize(
+        "plan", [{"ulysses_degree": 2}, {"ulysses_degree": 4}, {"inner_degree": 2}, {"inner_degree": 2, "inner": "gather"}]
+    )
     def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str) -> None:
         check_against_one_process(Run(ZERO[zero], "price", checkpointing=True, rows=[PADDED], **plan))
+
+    @pytest.mark.world_size([5, 8])
+    def test_five_ranks_and_eight(self) -> None:
+        plans: dict[int, dict[str, Any]] = {5: {"inner_degree": 5}, 8: {"ulysses_degree": 2, "inner_degree": 2}}
+        plan = plans[dist.get_world_size()]
+        check_against_one_process(Run(ZERO["zero3_reduce_scatter"], "price", rows=[PADDED], inner="gather", **plan))
 
 
 class TestWhatElseMustNotChangeGradients(DistributedTest):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 from ds_sparse_ring import plan_check
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout, LayoutKind
-from ds_sparse_ring.plan import RingPlan, Transfer, ring_plan
+from ds_sparse_ring.plan import InnerKind, RingPlan, Transfer, ring_plan
 from ds_sparse_ring.plan_check import PassReport, check_plans
 
 kinds = st.sampled_from(["striped", "contiguous", "zigzag"])
+inner_kinds = st.sampled_from(["ring", "gather"])
 
 
 @given(kinds, st.integers(1, 9), st.integers(1, 40))
@@ -42,36 +45,82 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-@given(kinds, st.integers(1, 64), st.data())
-@settings(max_examples=80)
-def test_plans_of_every_factorisation_hold_what_the_checker_asks(kind: LayoutKind, ranks: int, data: st.DataObject) -> None:
-    inner = data.draw(st.sampled_from([None, *_divisors(ranks)]))
-    report = check_plans(Layout.for_blocks(kind, ranks, ranks), inner)
+def _check(kind: LayoutKind, ranks: int, inner: int | None, inner_kind: InnerKind) -> None:
+    """The checker finds nothing, and buffers and bytes are those of the formulas."""
+    report = check_plans(Layout.for_blocks(kind, ranks, ranks), inner, inner_kind)
     size = ranks if inner is None else inner
     nodes = ranks // size
     assert report.forward.inner == nodes * (size - 1) and report.forward.outer == nodes - 1
-    returning = ranks if size > 1 else 0  # the gradient goes on after every hop, and home at the end of each round
     home = nodes if nodes > 1 else 0
+    assert report.forward.gradient_buffers == 0
+    assert report.backward.kv_buffers == report.forward.kv_buffers
+    if inner_kind == "gather" and size > 1:
+        # each part goes straight home; what is gathered, and between nodes the next round's
+        assert report.backward.inner == 2 * nodes * (size - 1)
+        assert report.backward.outer == nodes - 1 + home
+        assert report.forward.kv_buffers == size + (nodes > 1)
+        assert report.backward.gradient_buffers <= (4 if nodes == 1 else 6)
+        return
+    returning = ranks if size > 1 else 0  # the gradient goes on after every hop, and home at the end of each round
     assert report.backward.inner == nodes * (size - 1) + returning
     assert report.backward.outer == nodes - 1 + home
     # computed on and arriving; between nodes also the one sent ahead, once it is no longer computed on, and the next one
     assert report.forward.kv_buffers == (1 if ranks == 1 else 2 if 1 in (size, nodes) else 3 if size == 2 else 4)
-    assert report.backward.kv_buffers == report.forward.kv_buffers
-    assert report.forward.gradient_buffers == 0
     assert report.backward.gradient_buffers <= (1 if ranks == 1 else 3 if nodes == 1 else 4 if size == 1 else 5)
 
 
-@pytest.mark.parametrize(("ranks", "inner"), [(512, 8), (129, None), (129, 1)])
-def test_large_rings(ranks: int, inner: int | None) -> None:
-    check_plans(Layout.for_blocks("striped", ranks, ranks), inner)
+@given(kinds, st.integers(1, 64), st.data(), inner_kinds)
+@settings(max_examples=100)
+def test_plans_of_every_factorisation_hold_what_the_checker_asks(
+    kind: LayoutKind, ranks: int, data: st.DataObject, inner_kind: InnerKind
+) -> None:
+    _check(kind, ranks, data.draw(st.sampled_from([None, *_divisors(ranks)])), inner_kind)
+
+
+@given(kinds, st.integers(65, 200), st.data(), inner_kinds)
+@settings(max_examples=6)
+def test_plans_of_large_rings(kind: LayoutKind, ranks: int, data: st.DataObject, inner_kind: InnerKind) -> None:
+    _check(kind, ranks, data.draw(st.sampled_from([None, *_divisors(ranks)])), inner_kind)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "inner_kind"), [(512, 8, "gather"), (256, 256, "gather"), (256, 8, "ring"), (129, None, "ring")]
+)
+def test_plans_of_the_largest_rings(ranks: int, inner: int | None, inner_kind: InnerKind) -> None:
+    _check("striped", ranks, inner, inner_kind)
+
+
+def test_a_gathered_group_computes_the_hops_of_its_ring_and_waits_once_a_round() -> None:
+    layout = Layout.for_blocks("striped", 6, 12)
+    gathered, ring = ring_plan(layout, 4, 3, "gather").hops, ring_plan(layout, 4, 3).hops
+    assert [(hop.source, hop.work, hop.kv_ahead, hop.dkv_ahead) for hop in gathered] == [
+        (hop.source, hop.work, hop.kv_ahead, hop.dkv_ahead) for hop in ring
+    ]
+    assert [len(hop.kv) for hop in gathered] == [2, 0, 0, 2, 0, 0]
+    assert [len(hop.kv) for hop in ring] == [1, 1, 0, 1, 1, 0]
+    assert gathered[0].kv == (Transfer(5, 3), Transfer(3, 5)), "to all others of its node, those of the next hop first"
+    assert [hop.dkv for hop in gathered[:3]] == [None, Transfer(3, 5), Transfer(5, 3)], "each part straight home"
+
+
+def test_a_gathered_group_of_one_rank_is_a_ring_of_one() -> None:
+    layout = Layout.for_blocks("striped", 4, 8)
+    assert ring_plan(layout, 1, 1, "gather") == ring_plan(layout, 1, 1)
 
 
 def test_a_contiguous_ring_does_no_work_in_the_future_and_a_single_rank_sends_nothing() -> None:
     contiguous = Layout.for_blocks("contiguous", 4, 8)
     assert [bool(hop.work) for hop in ring_plan(contiguous, 1).hops] == [True, True, False, False]
     (hop,) = ring_plan(Layout.for_blocks("striped", 1, 8), 0).hops
-    assert hop.kv is None and hop.dkv is None
+    assert hop.kv == () and hop.dkv is None
     assert check_plans(Layout.for_blocks("striped", 1, 8)).forward == PassReport(1, 0, 0, 0)
+
+
+def test_a_plan_is_made_once_for_all_sequences_of_a_length() -> None:
+    ring_plan.cache_clear()
+    for _ in range(3):
+        layout = pickle.loads(pickle.dumps(Layout.for_blocks("striped", 4, 9)))  # as batches come from loader workers
+        assert ring_plan(layout, 2, 2, "gather") is ring_plan(Layout.for_blocks("striped", 4, 12), 2, 2, "gather")
+    assert ring_plan.cache_info().misses == 1
 
 
 def test_inner_rings_that_do_not_fill_the_ring_are_refused() -> None:
@@ -88,27 +137,50 @@ def _spoil(plan: RingPlan, **changes: Any) -> RingPlan:
     [
         ({"work": ()}, "are computed 0 times"),
         ({"source": 3}, "which is for 3"),
-        ({"kv": Transfer(2, 3)}, "sends it elsewhere"),
-        ({"kv": None}, "holds shard 1 in hop 2, which is for 3"),
+        ({"kv": (Transfer(2, 3),)}, "sends it elsewhere"),
+        ({"kv": ()}, "holds shard 1 in hop 2, which is for 3"),
+        ({"kv": (Transfer(2, 0), Transfer(3, 2))}, "sends it elsewhere"),
         ({"dkv": Transfer(2, 3)}, "sends it elsewhere"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plans(layout: Layout, rank: int, inner: int | None) -> RingPlan:
-        plan = ring_plan(layout, rank, inner)
-        return _spoil(plan, **changes) if rank == 1 else plan
-
-    monkeypatch.setattr(plan_check, "ring_plan", plans)
+    _spoil_rank_1(monkeypatch, "ring", lambda plan: _spoil(plan, **changes))
     with pytest.raises(SparseRingError, match=message):
         check_plans(Layout.for_blocks("striped", 4, 8))
 
 
-def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plans(layout: Layout, rank: int, inner: int | None) -> RingPlan:
-        plan = ring_plan(layout, rank, inner)
-        return replace(plan, hops=plan.hops[:2]) if rank == 1 else plan
+@pytest.mark.parametrize(
+    ("hop", "changes", "message"),
+    [
+        (0, {"kv": (Transfer(2, 0),)}, "rank 1 holds shard 1 in hop 2, which is for 3"),
+        (0, {"kv": (Transfer(2, 0), Transfer(0, 2), Transfer(3, 3))}, "sends it elsewhere"),
+        (0, {"kv": (Transfer(2, 0), Transfer(3, 3), Transfer(0, 2), Transfer(2, 0))}, "sends it elsewhere"),
+        (1, {"dkv": None}, "gradients of shards 0 and 1 are added"),
+        (1, {"source": 3}, "holds shard 0 in hop 1, which is for 3"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong_in_a_gathered_group(
+    hop: int, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(plan: RingPlan) -> RingPlan:
+        return replace(plan, hops=(*plan.hops[:hop], replace(plan.hops[hop], **changes), *plan.hops[hop + 1 :]))
 
-    monkeypatch.setattr(plan_check, "ring_plan", plans)
+    _spoil_rank_1(monkeypatch, "gather", spoil)
+    with pytest.raises(SparseRingError, match=message):
+        check_plans(Layout.for_blocks("striped", 4, 8), 4, "gather")
+
+
+def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil_rank_1(monkeypatch, "ring", lambda plan: replace(plan, hops=plan.hops[:2]))
     monkeypatch.setattr(plan_check, "_check_coverage", lambda *_: None)
     with pytest.raises(SparseRingError, match="wait for transfers that no one posts"):
         check_plans(Layout.for_blocks("striped", 4, 8))
+
+
+def _spoil_rank_1(monkeypatch: pytest.MonkeyPatch, inner_kind: InnerKind, spoil: Callable[[RingPlan], RingPlan]) -> None:
+    def plans(layout: Layout, rank: int, inner: int | None, kind: InnerKind) -> RingPlan:
+        assert kind == inner_kind
+        plan = ring_plan(layout, rank, inner, kind)
+        return spoil(plan) if rank == 1 else plan
+
+    monkeypatch.setattr(plan_check, "ring_plan", plans)

@@ -18,6 +18,7 @@ from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, VerticalSlash
+from ds_sparse_ring.plan import ring_plan
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.select.probe import probe_groups
 from ds_sparse_ring.ulysses import to_heads
@@ -76,14 +77,6 @@ class TestRingParity(DistributedTest):
             for selector in SELECTORS:
                 _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
 
-    @pytest.mark.world_size([4, 6])
-    def test_hierarchical_rings_of_every_factorisation(self) -> None:
-        world = dist.get_world_size()
-        for inner in range(1, world + 1):
-            if world % inner == 0:
-                for layout in ("striped", "zigzag"):
-                    _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, inner_degree=inner)
-
     @pytest.mark.world_size([2, 4, 6])
     def test_ulysses_groups_beside_and_inside_rings(self) -> None:
         world = dist.get_world_size()
@@ -137,24 +130,65 @@ class TestRingParity(DistributedTest):
             assert (mine.double() - exact).abs().max() <= 2 * (single.double() - exact).abs().max()
 
 
+def _plans(world: int) -> list[dict[str, Any]]:
+    """Every kind of plan that a world allows: each factorisation, turning and gathered, and within Ulysses groups."""
+    plans: list[dict[str, Any]] = [{"layout": kind} for kind in ("striped", "zigzag", "contiguous")]
+    for inner in (n for n in range(1, world + 1) if world % n == 0):
+        plans += [{"inner_degree": inner, "inner": kind} for kind in ("ring", "gather") if inner > 1 or kind == "ring"]
+        plans += [{"inner_degree": inner, "inner": "gather", "layout": "zigzag"}] if inner == 2 else []
+    if world % 2 == 0:
+        plans += [{"ulysses_degree": 2}, {"ulysses_degree": 2, "inner_degree": world // 2, "inner": "gather"}]
+    return plans
+
+
+class TestEveryPlan(DistributedTest):
+    world_size = [1, 2, 3, 4, 5, 6, 8]
+
+    def test_output_and_gradients_equal_dense_masked_attention(self) -> None:
+        for plan in _plans(dist.get_world_size()):
+            _check_against_dense([300, 90], 2, 1, segment_tokens=128, selector=SELECTORS[0], **plan)
+
+    @pytest.mark.world_size([3, 8])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gathering_gives_the_bits_of_the_ring(self, dtype: torch.dtype) -> None:
+        world = dist.get_world_size()
+        for inner in (world, world // 2):
+            if inner > 1 and world % inner == 0:
+                results = []
+                for kind in ("ring", "gather"):
+                    _, sequence, context = bound([700], segment_tokens=256, inner_degree=inner, inner=kind)
+                    q, k, v = global_qkv(sequence, 2, 1, 16, dtype=dtype)
+                    results.append(_attend(q, k, v, torch.ones_like(q), sequence, context, 0.25))
+                assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 class TestRing(DistributedTest):
     world_size = 3
 
-    def test_keys_and_values_are_sent_with_their_own_number_of_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("inner", ["ring", "gather"])
+    def test_keys_and_values_are_sent_with_their_own_number_of_heads(self, inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
         sent: list[int] = []
-        exchange = Axes.exchange
+        exchange_all = Axes.exchange_all
 
-        def counting(self, x, transfer, *named):
-            sent.append(x.numel() * x.element_size() if transfer else 0)
-            return exchange(self, x, transfer, *named)
+        def counting(self, x, transfers, *named):
+            sent.append(x.numel() * x.element_size() * len(transfers))
+            return exchange_all(self, x, transfers, *named)
 
-        monkeypatch.setattr(Axes, "exchange", counting)
-        _, sequence, context = bound([700], selector={"kind": "full"})
+        monkeypatch.setattr(Axes, "exchange_all", counting)
+        _, sequence, context = bound([700], selector={"kind": "full"}, inner_degree=3, inner=inner)
         q, k, v = global_qkv(sequence, 8, 1, 16, dtype=torch.float32)
         _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
         shard_bytes = 2 * 1 * sequence.layout.local_tokens * 16 * 4  # keys and values, one head, float32
-        # forward: 2 of 3 hops; backward: keys and values again, and their float32 gradients in all 3 hops
-        assert sum(sent) == (2 + 2 + 3) * shard_bytes
+        # forward: 2 of 3 hops; backward: keys and values again, and their float32 gradients: in all 3 hops, or the others' home
+        assert sum(sent) == (2 + 2 + (3 if inner == "ring" else 2)) * shard_bytes
+
+    def test_layers_passes_and_other_packings_of_a_length_share_a_plan(self) -> None:
+        ring_plan.cache_clear()
+        for lengths in ([700], [300, 350], [640, 60]):  # 11 blocks each, padded to 12
+            _, sequence, context = bound(lengths, segment_tokens=256)
+            q, k, v = global_qkv(sequence, 2, 1, 16)
+            _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
+        assert ring_plan.cache_info().misses == 1 and ring_plan.cache_info().hits == 5
 
     def test_two_rings_beside_each_other_do_not_meet(self) -> None:
         first, second = bound([300], selector={"kind": "full"}), bound([500], degree=1)

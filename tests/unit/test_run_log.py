@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import SHAPES, Job, estimate
+from ds_sparse_ring.estimate import SHAPES, Job, Schedule, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.plan_compare import job_of, rows
 from ds_sparse_ring.run_log import RunJob, read_run
@@ -59,7 +59,7 @@ def test_the_simulated_side_is_the_estimate_with_what_was_measured(tmp_path: Pat
     job = job_of(run, "h200")
     expected = Job(SHAPES["qwen2.5-3b"], load_hardware("h200"), CONFIG, 131072, 4, 0.05, 0.01, zero_stage=2, loss_tile=4096)
     assert job == expected
-    e = estimate(expected, 1, None)
+    e = estimate(expected, Schedule())
     found: dict[str, Any] = {label: (measured, simulated) for label, measured, simulated in rows(run, e)}
     assert found["step s"] == (6.0, pytest.approx(2 * e.step_ms / 1e3)), "two micro-batches; the median of steps 3 to 5"
     assert found["rest s"] == (6.0 - 1.0 - 0.25, pytest.approx(2 * e.rest_ms / 1e3))

@@ -42,6 +42,22 @@ def test_pairs_are_those_of_the_full_index(kind, ranks: int) -> None:
         assert counted == int(cost(index, layout.block_ids(rank)).sum())
 
 
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_without_work_a_pass_takes_what_stands_in_the_queue_of_the_link(ranks: int) -> None:
+    """1 ms of latency; 10 ms for a shard of keys and values, 20 ms for its gradient."""
+    layout = Layout.for_blocks("striped", ranks, 2 * ranks)
+    work, links = Work(1e-12, 1.0, 0.0, kv_bytes=1e7, gradient_bytes=2e7), Links(ranks, 1.0, 1.0, latency_ms=1.0)
+    others = ranks - 1
+
+    def total(inner: int | None, kind, *, backward: bool) -> float:
+        return simulate_pass(layout, inner, work, links, backward=backward, kind=kind).total
+
+    assert total(None, "ring", backward=False) == pytest.approx(others * 11)
+    assert total(ranks, "gather", backward=False) == pytest.approx(1 + others * 10), "one latency for all"
+    assert total(None, "ring", backward=True) == pytest.approx(others * 11 + ranks * 21)
+    assert total(ranks, "gather", backward=True) == pytest.approx(1 + others * 10 + others * 21), "no gradient travels around"
+
+
 def test_columns_move_work_but_do_not_change_it() -> None:
     layout, pair_ms = _uniform(4, 1.0)
     links = Links(8, 100.0, 10.0, 0.0)

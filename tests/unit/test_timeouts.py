@@ -42,15 +42,15 @@ def _attend(**config: Any) -> torch.Tensor:
 @contextmanager
 def _before(place: Place, rank: int, action: Callable[[], None]) -> Iterator[None]:
     """Have a rank do something in place of posting the transfer of a place."""
-    exchange = Axes.exchange
+    exchange_all = Axes.exchange_all
 
-    def watched(self: Axes, x: Any, transfer: Any, tag: int, at: Place) -> Any:
+    def watched(self: Axes, x: Any, transfers: Any, tag: int, at: Place) -> Any:
         if at == place and self.rank == rank:
             action()
-        return exchange(self, x, transfer, tag, at)
+        return exchange_all(self, x, transfers, tag, at)
 
     with pytest.MonkeyPatch.context() as patch:  # the fixture's patches would outlive the test on the ranks
-        patch.setattr(Axes, "exchange", watched)
+        patch.setattr(Axes, "exchange_all", watched)
         yield
 
 
