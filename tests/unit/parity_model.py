@@ -37,6 +37,7 @@ from ds_sparse_ring.index import mask
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
+from tests.common import rank_device
 
 VOCABULARY = 64
 
@@ -113,6 +114,11 @@ def make_batch(rows: list[Row], seed: int) -> dict[str, Tensor]:
     return batch
 
 
+def on_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with its tensors on the rank's device."""
+    return {key: x.to(rank_device()) if isinstance(x, Tensor) else x for key, x in batch.items()}
+
+
 def document_slices(rows: list[Row]) -> list[tuple[int, slice]]:
     """Row and token range of each document."""
     slices = []
@@ -143,8 +149,8 @@ def reference(kind: str, batches: list[tuple[list[Row], int]], ring: SparseRing 
     Args:
         ring: a ring of one rank whose selector chooses the index; without it, attention is full and Transformers' own.
     """
-    model = tiny_model(kind)
-    loss = torch.zeros(())
+    model = tiny_model(kind).to(rank_device())
+    loss = torch.zeros((), device=rank_device())
     count = 0
     for rows, seed in batches:
         batch = make_batch(rows, seed)
@@ -161,13 +167,14 @@ def _losses(
     model: PreTrainedModel, rows: list[Row], batch: dict[str, Tensor], ring: SparseRing | None
 ) -> Iterator[tuple[Tensor, int]]:
     if ring is None:
+        batch = on_rank(batch)
         for r, tokens in document_slices(rows):
             logits = model(batch["input_ids"][r : r + 1, tokens]).logits[0, :-1]
             labels = batch["labels"][r, tokens][1:]
             yield cross_entropy(logits, labels, reduction="sum"), int((labels != IGNORE).sum())
         return
     with masked_dense(model, ring):
-        stream = ring.sequence_batch(batch)
+        stream = on_rank(ring.sequence_batch(batch))
         labels = stream.pop("labels")[0]
         stream.pop("shift_labels")
         logits = model(**stream).logits[0]
@@ -187,7 +194,7 @@ def _masked_dense_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, sparse_ring: Any, **_: Any
 ) -> tuple[Tensor, None]:
     index = select_index(query[0].detach(), key[0].detach(), sparse_ring, scale=scaling)
-    tokens = torch.arange(query.shape[2])
+    tokens = torch.arange(query.shape[2], device=query.device)
     masks = torch.stack([mask(index, head, tokens, tokens) for head in range(query.shape[1])])
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling

@@ -12,11 +12,13 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import BlockLists, Index, VerticalSlash, mask
 from ds_sparse_ring.kernels.dense import DenseAttention
 from ds_sparse_ring.runtime import SparseRing
+from tests.common import rank_device
 
 
 def dense_mask(index: Index, heads: int, tokens: int) -> Tensor:
     """``[heads, tokens, tokens]`` from the index's definition."""
-    every = torch.arange(tokens)
+    device = index.diagonal_values.device if isinstance(index, VerticalSlash) else rank_device()
+    every = torch.arange(tokens, device=device)
     return torch.stack([mask(index, head, every, every) for head in range(heads)])
 
 
@@ -83,11 +85,12 @@ def bound(lengths: list[int], **config: object) -> tuple[SparseRing, Sequence, S
 def global_qkv(
     sequence: Sequence, heads: int, kv_heads: int, head_size: int, *, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries ``[heads, N, head_size]``, keys and values over the whole aligned stream; the same on every rank."""
+    """Random queries ``[heads, N, head_size]``, keys and values over the whole aligned stream; the same on every rank, on the
+    rank's device."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sequence.layout.blocks * 64
     shapes = [(heads, tokens, head_size), (kv_heads, tokens, head_size), (kv_heads, tokens, head_size)]
-    q, k, v = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    q, k, v = [torch.randn(shape, generator=generator, dtype=torch.float64).to(rank_device(), dtype) for shape in shapes]
     return q, k, v
 
 

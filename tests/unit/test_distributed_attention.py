@@ -26,8 +26,9 @@ from ds_sparse_ring.integrations.distributed_attention import DistributedAttenti
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.store import checkpoint_context_fn
-from tests.common import DistributedTest
+from tests.common import DistributedTest, rank_device
 
+from .parity_model import on_rank
 from .reference import bound, dense_mask, global_qkv, masked_attention, packed_batch
 
 FULL: dict[str, Any] = {"kind": "full"}
@@ -46,7 +47,7 @@ def _rotary(positions: int, size: int) -> tuple[Tensor, Tensor]:
     frequencies = 100.0 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     angles = torch.cat([angles, angles], -1)[:, None, None]
-    return angles.cos(), angles.sin()
+    return angles.cos().to(rank_device()), angles.sin().to(rank_device())
 
 
 def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def _check(
     ring.meter.active = True
     layer = attention(RingLocalAttention(ring, 3, softmax_scale=SCALE), ring.axes.ulysses_group, gather_idx=gather_idx)
     q, k, v = global_qkv(sequence, heads, kv_heads, D)
-    do = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)).to(q.device)
 
     def shard(x: Tensor) -> Tensor:
         return _in_layout(sequence.layout.shard(x, sequence.rank, 1), batch_dim)
@@ -141,8 +142,8 @@ class _Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         shapes = [(97, 64), (64, 4 * D + 2 * 2 * D), (4 * D, 97)]
-        weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64) / 4) for shape in shapes]
-        self.embedding, self.qkv, self.out = weights
+        weights = [torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes]
+        self.embedding, self.qkv, self.out = (nn.Parameter(x.to(rank_device())) for x in weights)
         self.core = core
 
     def forward(self, input_ids: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -173,7 +174,7 @@ class TestTheExampleOfTheReadme(DistributedTest):
             names: dict[str, Any] = {"torch": torch, "ring": ring, "ids": ids}
             exec(_readme_example(), names)
             core = _masked_core(ring, rotary) if degrees == {"degree": 1} else copy.deepcopy(names["Attention"](ring, layer=0))
-            model, batch = _Model(core), names["batch"]
+            model, batch = _Model(core), on_rank(names["batch"])
             logits = model(batch["input_ids"], rotary)
             loss = cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), ignore_index=IGNORE, reduction="sum")
             loss.backward()

@@ -13,8 +13,8 @@ from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.integrations.deepspeed import check_engine, full_state_dict, initialize, loss_scale
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
 from ds_sparse_ring.runtime import SparseRing
-from tests.common import DistributedTest
-from tests.unit.parity_model import MODELS, Row, make_batch, reference, section, single_ring, tiny_model
+from tests.common import DistributedTest, rank_device
+from tests.unit.parity_model import MODELS, Row, make_batch, on_rank, reference, section, single_ring, tiny_model
 
 LEARNING_RATE = 0.5
 # fp32 sums in another order: several times the error of a single product, far below any factor of the ranks.
@@ -75,13 +75,13 @@ class Run:
     def own_batches(self) -> list[dict[str, Any]]:
         """This rank's parts of its data rank's micro-batches."""
         own = self.batches[self.ring.axes.data_rank :: self.ring.axes.data_size]
-        return [self.ring.sequence_batch(make_batch(rows, seed)) for rows, seed in own]
+        return [on_rank(self.ring.sequence_batch(make_batch(rows, seed))) for rows, seed in own]
 
     def step(self) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one optimizer step (every rank has all of them)."""
         batches = self.own_batches()
         scale = loss_scale(self.ring, self.ring.count_targets(batches))
-        total = torch.zeros(())
+        total = torch.zeros((), device=rank_device())
         gradients: dict[str, torch.Tensor] = {}
         for i, batch in enumerate(batches):
             loss = self.engine(**batch, num_items_in_batch=1).loss * scale
@@ -124,6 +124,7 @@ def check_against_one_process(run: Run, clip: float = 0.0) -> None:
 
 def close(actual: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float = TOLERANCE) -> None:
     """The largest difference stays below ``tolerance`` of the largest entry."""
+    actual, expected = actual.cpu(), expected.cpu()
     error = float((actual.double() - expected.double()).abs().max())
     scale = float(expected.double().abs().max())
     assert error <= tolerance * scale, f"{name}: off by {error:.3g}, largest entry {scale:.3g}"
@@ -187,7 +188,7 @@ class TestWhatElseMustNotChangeGradients(DistributedTest):
     def test_a_rank_without_any_target_contributes_an_exact_zero(self, zero: str, layout: str) -> None:
         run = Run(ZERO[zero], "full", rows=[ONE_RANK_WITHOUT], layout=layout)
         (batch,) = run.own_batches()
-        counts = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        counts = [torch.zeros((), dtype=torch.int64, device=rank_device()) for _ in range(2)]
         dist.all_gather(counts, (batch["shift_labels"] != -100).sum())
         assert sorted(int(count) > 0 for count in counts) == [False, True]
         check_against_one_process(run)
@@ -230,7 +231,7 @@ class TestWhatElseMustNotChangeGradients(DistributedTest):
             "zero_allow_untested_optimizer": True,
         }
         engine, *_ = initialize(model, config, ring=ring, optimizer=torch.optim.SGD(trained, lr=LEARNING_RATE))
-        batch = ring.sequence_batch(make_batch(PACKED, 10))
+        batch = on_rank(ring.sequence_batch(make_batch(PACKED, 10)))
         engine.backward(engine(**batch, num_items_in_batch=ring.count_targets([batch])).loss * 2, scale_wrt_gas=False)
         expected = reference("llama", [(PACKED, 10)], single_ring("price"))
         for name, parameter in engine.module.named_parameters():

@@ -50,14 +50,14 @@ def _of_all_heads(mask: torch.Tensor, axes: Axes) -> torch.Tensor:
     if axes.ulysses_size == 1:
         return mask
     masks: list[Any] = [None] * axes.world_size
-    dist.all_gather_object(masks, mask)
-    return torch.cat(masks[: axes.ulysses_size])
+    dist.all_gather_object(masks, mask.cpu())
+    return torch.cat(masks[: axes.ulysses_size]).to(mask.device)
 
 
 def _check_against_dense(lengths: list[int], heads: int, kv_heads: int, **config: Any) -> None:
     _, sequence, context = bound(lengths, **config)
     q, k, v = global_qkv(sequence, heads, kv_heads, 16)
-    do, scale = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)), 0.25
+    do, scale = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)).to(q.device), 0.25
     mine = [to_heads(_shard(x, sequence)[0], context.axes) for x in (q, k)]
     index = select_index(mine[0], mine[1], context, scale=scale)
     visible = _of_all_heads(dense_mask(index, mine[0].shape[0], q.shape[1]), context.axes)
@@ -109,7 +109,7 @@ class TestRingParity(DistributedTest):
             assert isinstance(index, VerticalSlash)
             for name in ("diagonal_ptr", "diagonal_values", "column_ptr", "column_values"):
                 mine = getattr(index, name)
-                sizes = context.axes.ring_gather(torch.tensor([mine.numel()]))
+                sizes = context.axes.ring_gather(torch.tensor([mine.numel()], device=mine.device))
                 assert all(torch.equal(size, sizes[0]) for size in sizes)
                 assert all(torch.equal(other, mine) for other in context.axes.ring_gather(mine))
 
