@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_sparse_ring.columns import ColumnGather, ColumnReturn
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
@@ -100,8 +101,9 @@ class _SparseRingAttention(torch.autograd.Function):
             o, lse, columns = kept.o, kept.lse, kept.columns
         else:
             with context.meter.timed("attention"):
-                columns = gather_columns(k, v, index, context)
-                o, lse = ring_forward(q, k, v, index, columns, context, layer, scale)
+                gather = ColumnGather(k, v, index, context)
+                o, lse = ring_forward(q, k, v, index, gather, context, layer, scale)
+                columns = gather.wait()
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
@@ -178,26 +180,6 @@ def _of_all_heads(mine: Tensor, patterns: list[int], context: SequenceContext) -
     return out
 
 
-def gather_columns(k: Tensor, v: Tensor, index: Index, context: SequenceContext) -> ColumnKV | None:
-    """Keys and values of the index's columns on every rank, ``[C, D]`` each; None if there are none. Collective.
-
-    Every row has one owner and zeros elsewhere, so the sum over the ring is exact.
-    """
-    if not isinstance(index, VerticalSlash) or index.column_values.numel() == 0:
-        return None
-    row, held, kv_head = _column_places(k, index, context)
-    gathered = torch.stack([k[kv_head, row], v[kv_head, row]]).masked_fill_(~held[:, None], 0)
-    with context.meter.timed("columns"):
-        gathered = context.axes.ring_sum(gathered)
-    return ColumnKV(gathered[0], gathered[1])
-
-
-def _column_places(k: Tensor, index: VerticalSlash, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
-    """Local row of each column, whether this rank holds it, and its key/value head; ``[C]`` each."""
-    row, held = context.layout.locate(index.column_values, context.rank)
-    return row, held, index.column_kv_heads(k.shape[0])
-
-
 def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> tuple[DenseAttention, list[int]] | None:
     """The library for the full index where one rank of GPUs holds the whole sequence, and the rows of its documents.
 
@@ -217,12 +199,12 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     index: Index,
-    columns: ColumnKV | None,
+    columns: ColumnGather,
     context: SequenceContext,
     layer: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Walk the ring: attend to the keys and values at hand while the next ones arrive.
+    """Walk the ring: attend to the keys and values at hand while the next ones arrive, and to the columns at last.
 
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
@@ -241,20 +223,19 @@ def ring_forward(
         if hop.kv_ahead is not None:
             following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
         arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
+        column_kv = columns.wait() if any(pair.last for pair in hop.work) else None
         with ring.computing():
-            for q_span, k_span in hop.work:
-                rows, keys = q_span.tokens, k_span.tokens
-                own = hop.source == context.rank and q_span == k_span
+            for pair in hop.work:
+                rows, keys = pair.q.tokens, pair.k.tokens
                 context.kernel.forward(
                     q[:, rows],
                     kv[0][:, keys],
                     kv[1][:, keys],
-                    Work(q_span.map, k_span.map, index, scale),
+                    Work(pair.q.map, pair.k.map, index, scale),
                     o[:, rows],
                     lse[:, rows],
-                    # the columns are one local task per query span: done with its own keys
-                    columns if own else None,
-                    overwrite=own,
+                    column_kv if pair.last else None,
+                    overwrite=pair.first,
                 )
         kv = ring.wait(arriving.popleft() if arriving else following)
     return o.to(q.dtype), lse
@@ -286,7 +267,7 @@ def ring_backward(
     acc, plan = accumulator_dtype(q.dtype), context.plan
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
-    d_columns = ColumnKV(torch.zeros_like(columns.k, dtype=acc), torch.zeros_like(columns.v, dtype=acc)) if columns else None
+    d_columns = ColumnReturn(columns, acc, index, context)
     kv, arriving = torch.stack([k, v]), deque[Exchange]()
     following = ring.exchange(kv, None, TAG_KV_AHEAD)
     homeward = _Homeward(ring)
@@ -296,9 +277,8 @@ def ring_backward(
         arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
         with ring.computing():
-            for q_span, k_span in hop.work:
-                rows, keys = q_span.tokens, k_span.tokens
-                own = hop.source == context.rank and q_span == k_span
+            for pair in hop.work:
+                rows, keys = pair.q.tokens, pair.k.tokens
                 context.kernel.backward(
                     q[:, rows],
                     kv[0][:, keys],
@@ -306,19 +286,20 @@ def ring_backward(
                     do[:, rows],
                     lse[:, rows],
                     delta[:, rows],
-                    Work(q_span.map, k_span.map, index, scale),
+                    Work(pair.q.map, pair.k.map, index, scale),
                     dq[:, rows],
                     dkv[0][:, keys],
                     dkv[1][:, keys],
-                    columns if own else None,
-                    d_columns if own else None,
-                    overwrite=own,
+                    columns if pair.first else None,
+                    d_columns.rows if pair.first else None,
+                    overwrite=pair.first,
                 )
+        if hop is plan.hops[0]:  # a rank's own keys: the first of each of its query spans
+            d_columns.send()
         homeward.send(dkv, hop)
         kv = ring.wait(arriving.popleft() if arriving else following)
     dkv = ring.wait(homeward.end_round(plan.home))
-    if isinstance(index, VerticalSlash) and d_columns is not None:
-        _return_columns(dkv, d_columns, k, index, context)
+    d_columns.add_to(dkv, k)
     return dq, dkv[0], dkv[1]
 
 
@@ -352,13 +333,3 @@ class _Homeward:
         while parts:
             dkv += parts.pop(0)
         return self._ring.exchange(dkv, transfer, TAG_DKV_AHEAD)
-
-
-def _return_columns(dkv: Tensor, d_columns: ColumnKV, k: Tensor, index: VerticalSlash, context: SequenceContext) -> None:
-    """Sum the columns' gradients over the ring once and add them where their keys and values live."""
-    both = torch.stack([d_columns.k, d_columns.v])
-    with context.meter.timed("columns"):
-        total = context.axes.ring_sum(both)
-    row, held, kv_head = _column_places(k, index, context)
-    place = torch.where(held, kv_head * dkv.shape[2] + row, -1)
-    context.kernel.add_rows(dkv.flatten(1, 2), place, total)  # columns of different patterns and segments may be one token

@@ -12,7 +12,7 @@ stop the host, a watch prints the same before NCCL's own watchdog ends the proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -60,6 +60,7 @@ class Axes:
     ulysses_size: int = 1
     sequence_group: Any = None
     ring_group: Any = None
+    column_group: Any = None
     ulysses_group: Any = None
     data_group: Any = None
     inner_size: int | None = None
@@ -130,6 +131,7 @@ class Axes:
             ulysses,
             sequence_group=own_group(sequences),
             ring_group=own_group(rings, urgent=True),
+            column_group=own_group(rings, urgent=True),
             ulysses_group=own_group(within),
             data_group=own_group([list(range(place, world, size)) for place in range(size)]),
             inner_size=inner,
@@ -172,6 +174,14 @@ class Axes:
             with self._naming("a sum over the ring", self.ring_group):
                 dist.all_reduce(x, group=self.ring_group)
         return x
+
+    def column_sum(self, x: Tensor) -> Reduction:
+        """Start a sum over the ring, in place, beside the ring's transfers; every rank gets the same bits."""
+        work, what = None, "a sum of columns over the ring"
+        if self.ring_size > 1:
+            with self._naming(what, self.column_group):
+                work = dist.all_reduce(x, group=self.column_group, async_op=True)
+        return Reduction(x, work, self._naming(what, self.column_group))
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -257,8 +267,11 @@ class Axes:
             for send_to, receive_from, into in zip(to, sources, received, strict=True)
             for operation, buffer, peer in ((dist.isend, x, send_to), (dist.irecv, into, receive_from))
         ]
-        works = dist.batch_isend_irecv(operations)
         describe = partial(self._broken_transfer, place, tag, to, sources)
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:  # gloo: a peer is gone already
+            raise SparseRingError(describe(f"could not begin ({error})")) from error
         if self.watch is not None:
             self.watch.add(works[-1], describe)
         return [Exchange(into, works, x, describe) for into in received]
@@ -308,6 +321,25 @@ class Exchange:
                 raise SparseRingError(self._describe(f"did not get through ({error})")) from error
         self._sent.clear()
         return self._result
+
+
+class Reduction:
+    """A sum under way, in place."""
+
+    def __init__(self, x: Tensor, work: Any, naming: AbstractContextManager[None]) -> None:
+        self._x, self._work, self._naming = x, work, naming
+
+    def wait(self) -> Tensor:
+        """The sum, as often as asked.
+
+        Raises:
+            SparseRingError: it took longer than the group's time-out, or a rank is gone.
+        """
+        if self._work is not None:
+            with self._naming:
+                self._work.wait()
+            self._work = None
+        return self._x
 
 
 def _host_numbers(values: list[float]) -> Tensor:

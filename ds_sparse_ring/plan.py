@@ -43,6 +43,22 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A span of queries and a span of keys that attention is computed on in one call.
+
+    Attributes:
+        first, last: of the calls on the query span. The first one writes its results, the others merge into them. The columns
+            are done with the last one forward and with the first one backward, so that their sums over the ring hide behind
+            the hops between.
+    """
+
+    q: Span
+    k: Span
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
 class Hop:
     """One step of the ring.
 
@@ -54,7 +70,7 @@ class Hop:
         dkv: backward only: passes their gradient on after this hop's part was added, or sends this hop's part home. None: the
             part is at home; the others of the round are added to it.
         dkv_ahead: backward only, first hop of a later round: passes on what the round before has summed up.
-        work: (query span, key span) pairs that are not entirely in the causal future.
+        work: pairs of spans that are not entirely in the causal future.
     """
 
     source: int
@@ -62,7 +78,7 @@ class Hop:
     kv_ahead: Transfer | None
     dkv: Transfer | None
     dkv_ahead: Transfer | None
-    work: tuple[tuple[Span, Span], ...]
+    work: tuple[Pair, ...]
 
 
 @dataclass(frozen=True)
@@ -76,8 +92,7 @@ class RingPlan:
     @cached_property
     def once(self) -> bool:
         """True if each query span is computed on in one piece: its result is written once, and nothing is merged."""
-        queries = [q_span for hop in self.hops for q_span, _ in hop.work]
-        return len(queries) == len(set(queries))
+        return all(pair.first and pair.last for hop in self.hops for pair in hop.work)
 
 
 # Asked for twice a layer, which takes about 1 us. A batch with another number of blocks costs 0.06 ms for a ring of 8 ranks and 2
@@ -99,20 +114,20 @@ def ring_plan(layout: Layout, rank: int, inner: int | None = None, kind: InnerKi
     nodes, (node, place) = ranks // size, divmod(rank, size)
     kv, dkv = _inner_transfers(place, size, node * size, kind)
     outward = _shift(node, 1, nodes, lambda x: x * size + place, "outer") if nodes > 1 else None
-    spans, hops = _spans(layout), []
-    for turn in range(nodes):
-        for step in range(size):
-            source = (node - turn) % nodes * size + (place - step) % size
-            hops.append(
-                Hop(
-                    source,
-                    kv=kv[step],
-                    kv_ahead=outward if step == 0 and turn < nodes - 1 else None,
-                    dkv=dkv[step],
-                    dkv_ahead=outward if step == 0 and turn > 0 else None,
-                    work=_work(spans[rank], spans[source]),
-                )
-            )
+    steps = [(turn, step) for turn in range(nodes) for step in range(size)]
+    sources = [(node - turn) % nodes * size + (place - step) % size for turn, step in steps]
+    spans = _spans(layout)
+    hops = [
+        Hop(
+            source,
+            kv=kv[step],
+            kv_ahead=outward if step == 0 and turn < nodes - 1 else None,
+            dkv=dkv[step],
+            dkv_ahead=outward if step == 0 and turn > 0 else None,
+            work=work,
+        )
+        for (turn, step), source, work in zip(steps, sources, _work(spans[rank], [spans[s] for s in sources]), strict=True)
+    ]
     return RingPlan(rank, tuple(hops), home=outward)
 
 
@@ -143,7 +158,13 @@ def _spans(layout: Layout) -> list[tuple[Span, ...]]:
     return [layout.spans(rank) for rank in range(layout.ranks)]
 
 
-def _work(queries: tuple[Span, ...], keys: tuple[Span, ...]) -> tuple[tuple[Span, Span], ...]:
-    """Span pairs that are not in the future. A span's own keys come first: that call has its diagonal and takes its columns."""
-    pairs = [(q, k) for q in queries for k in keys if q.last >= k.first]
-    return tuple(sorted(pairs, key=lambda pair: pair[0] != pair[1]))
+def _work(queries: tuple[Span, ...], keys_of_hops: list[tuple[Span, ...]]) -> list[tuple[Pair, ...]]:
+    """For each hop the pairs that are not in the future. A span's own keys come first: that call has its diagonal."""
+    calls = [(hop, q, k) for hop, keys in enumerate(keys_of_hops) for q in queries for k in keys if q.last >= k.first]
+    calls.sort(key=lambda call: (call[0], call[1] != call[2]))
+    last = {q: at for at, (_, q, _) in enumerate(calls)}
+    first = {q: at for at, (_, q, _) in reversed(list(enumerate(calls)))}
+    work: list[list[Pair]] = [[] for _ in keys_of_hops]
+    for at, (hop, q, k) in enumerate(calls):
+        work[hop].append(Pair(q, k, first=first[q] == at, last=last[q] == at))
+    return [tuple(pairs) for pairs in work]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.layout import Layout
-from ds_sparse_ring.plan import Hop, InnerKind, RingPlan, Transfer, ring_plan
+from ds_sparse_ring.layout import Layout, Span
+from ds_sparse_ring.plan import Hop, InnerKind, Pair, RingPlan, Transfer, ring_plan
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def check_plans(layout: Layout, inner: int | None = None, kind: InnerKind = "rin
     """Check the plans of all ranks of a ring.
 
     Raises:
-        SparseRingError: a pair of blocks that is not computed exactly once, keys that are not those that a hop wants, a transfer
-            without its counterpart, a deadlock, or a gradient that does not come home whole.
+        SparseRingError: a pair of blocks that is not computed exactly once, a call that wrongly counts as the first or last one
+            on its queries, keys that are not those that a hop wants, a transfer without its counterpart, a deadlock, or a
+            gradient that does not come home whole.
     """
     plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
     _check_coverage(layout, plans)
@@ -57,13 +58,27 @@ def _check_coverage(layout: Layout, plans: list[RingPlan]) -> None:
     computed = np.zeros((layout.blocks, layout.blocks), np.int32)
     for plan in plans:
         for hop in plan.hops:
-            for q, k in hop.work:
+            for q, k in ((pair.q, pair.k) for pair in hop.work):
                 computed[q.first : q.last + 1 : q.map.stride, k.first : k.last + 1 : k.map.stride] += 1
     past = np.tril(np.ones(computed.shape, bool))
     if (computed[past] != 1).any():
         q_block, k_block = np.argwhere(past & (computed != 1))[0]
         times = computed[q_block, k_block]
         raise SparseRingError(f"plan: query block {q_block} and key block {k_block} are computed {times} times")
+    for plan in plans:
+        _check_calls(plan)
+
+
+def _check_calls(plan: RingPlan) -> None:
+    """The first call on a query span writes its results, the first or the last one takes the columns."""
+    calls: dict[Span, list[Pair]] = {}
+    for hop in plan.hops:
+        for pair in hop.work:
+            calls.setdefault(pair.q, []).append(pair)
+    for span, pairs in calls.items():
+        flags = [(pair.first, pair.last) for pair in pairs]
+        if flags != [(at == 0, at == len(pairs) - 1) for at in range(len(pairs))]:
+            raise SparseRingError(f"plan of rank {plan.rank}: (first, last) of the calls on {span} are {flags}")
 
 
 Step = tuple[str, int]

@@ -104,7 +104,7 @@ class _TimedRank(RankRun):
         self.waited = 0.0
 
     def compute(self, step: int, hop: Hop) -> None:
-        ms = self.run.hop_ms(self.rank, hop)
+        ms = self.run.hop_ms(hop)
         self.hop_ms.append(ms)
         self.run.events.append(Event(self.rank, "compute", f"hop {step}: keys of {hop.source}", self.clock, self.clock + ms))
         self.clock += ms
@@ -157,12 +157,13 @@ class _TimedRank(RankRun):
 class _Timing:
     work: Work
     links: Links
+    backward: bool
     events: list[Event]
 
-    def hop_ms(self, rank: int, hop: Hop) -> float:
-        pairs = sum(causal_pairs(q, k) for q, k in hop.work) * (self.work.density - self.work.columns)
-        if hop.source == rank:  # columns are done with a rank's own keys, for all of its queries
-            pairs += self.work.columns * sum(_pairs_before(q) for q, k in hop.work if q == k)
+    def hop_ms(self, hop: Hop) -> float:
+        pairs = sum(causal_pairs(pair.q, pair.k) for pair in hop.work) * (self.work.density - self.work.columns)
+        with_columns = (pair.q for pair in hop.work if (pair.first if self.backward else pair.last))
+        pairs += self.work.columns * sum(map(_pairs_before, with_columns))
         return pairs * self.work.pair_ms
 
     def bytes_of(self, name: str) -> float:
@@ -174,7 +175,7 @@ def simulate_pass(
 ) -> PassTime:
     """One pass of one layer's attention over a ring."""
     plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
-    timing = _Timing(work, links, [])
+    timing = _Timing(work, links, backward, [])
     ranks: list[_TimedRank] = []
     ranks.extend(_TimedRank(rank, ranks, timing) for rank in range(layout.ranks))
     run_plans(plans, ranks, backward=backward)

@@ -29,7 +29,7 @@ def test_each_causal_block_pair_is_computed_exactly_once(kind: LayoutKind, ranks
     seen: Counter[tuple[int, int]] = Counter()
     for rank in range(ranks):
         for hop in ring_plan(layout, rank).hops:
-            for q_span, k_span in hop.work:
+            for q_span, k_span in ((pair.q, pair.k) for pair in hop.work):
                 for i in range(q_span.blocks):
                     for j in range(k_span.blocks):
                         q_block = q_span.map.stride * i + q_span.map.start
@@ -168,6 +168,14 @@ def test_the_checker_finds_what_is_wrong_in_a_gathered_group(
     _spoil_rank_1(monkeypatch, "gather", spoil)
     with pytest.raises(SparseRingError, match=message):
         check_plans(Layout.for_blocks("striped", 4, 8), 4, "gather")
+
+
+@pytest.mark.parametrize("flag", [{"first": True}, {"last": True}])
+def test_the_checker_finds_columns_and_results_in_the_wrong_call(flag: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (pair,) = ring_plan(Layout.for_blocks("striped", 4, 8), 1).hops[1].work
+    _spoil_rank_1(monkeypatch, "ring", lambda plan: _spoil(plan, work=(replace(pair, **flag),)))
+    with pytest.raises(SparseRingError, match=r"plan of rank 1: \(first, last\) of the calls on Span"):
+        check_plans(Layout.for_blocks("striped", 4, 8))
 
 
 def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
