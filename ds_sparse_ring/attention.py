@@ -4,7 +4,7 @@ Forward: choose the index, gather the columns' keys and values, then walk the pl
 Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
 
 The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
-(through a slot of the store) and to the backward pass. There is no collective outside this function, and in a replay that finds
+(through the slot of its call) and to the backward pass. There is no collective outside this function, and in a replay that finds
 a kept output only the exchange of heads within a Ulysses group.
 
 Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns of the index over all segments and patterns.
@@ -31,7 +31,7 @@ from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_row
 from ds_sparse_ring.plan import Hop, Transfer
 from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
-from ds_sparse_ring.store import Slot, current_slot
+from ds_sparse_ring.slots import Slot, current_slot
 from ds_sparse_ring.ulysses import to_heads, to_tokens
 
 _DENSE_DOCUMENTS = 16

@@ -83,6 +83,30 @@ class FullSelector(_Strict):
     kind: Literal["full"] = "full"
 
 
+class OffloadConfig(_Strict):
+    """Memory outside the device that a rank may use; 1 GiB is 2**30 bytes."""
+
+    host_gib: float = Field(gt=0)
+    """Pinned host memory, for each rank; GiB, above 0."""
+
+    disk_path: str | None = None
+    """Folder on a local NVMe disk for what exceeds the host memory; needs libaio. Null is no disk."""
+
+    disk_gib: float | None = Field(default=None, gt=0)
+    """Room on the disk, for each rank; GiB, above 0."""
+
+    staging_gib: float = Field(default=2.0, gt=0)
+    """Pinned memory beside host_gib through which tensors go to the disk and back; GiB, twice the largest of them."""
+
+    @model_validator(mode="after")
+    def _disk_is_whole(self) -> OffloadConfig:
+        if self.disk_path is not None and self.disk_gib is None:
+            raise ValueError(f'disk_path = "{self.disk_path}" needs disk_gib: how much each rank may take there')
+        if self.disk_path is None and self.disk_gib is not None:
+            raise ValueError(f"disk_gib = {self.disk_gib:g} needs disk_path: a folder on a local NVMe disk")
+        return self
+
+
 Selector = Annotated[PriceSelector | TopPSelector | FixedSelector | FullSelector, Field(discriminator="kind")]
 
 
@@ -142,6 +166,9 @@ class SparseRingConfig(_Strict):
 
     checkpoint: Literal["output", "index"] = "output"
     """What gradient checkpointing keeps per layer: index and attention output (attended once), or the index."""
+
+    offload: OffloadConfig | None = None
+    """Host memory and disk for what does not fit on the device, per rank; null is none."""
 
     true_recall_rows: int = Field(default=0, ge=0)
     """Query rows per layer whose recall is measured against dense attention whenever metrics are logged; 0 is off."""

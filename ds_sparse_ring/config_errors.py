@@ -81,6 +81,8 @@ def _describe(problem: Any, model: type[BaseModel], section: str) -> str:
         return f'{path} = {_shown(problem["input"])} needs a "kind": one of {_kind_names(model, keys[0])}'
     if kind == "union_tag_invalid":
         return f"{path}.kind = {_shown(context['tag'])} is unknown: use one of {_kind_names(model, keys[0])}"
+    if kind == "missing":
+        return f"{path} is missing ({_sentence(owner.model_fields[keys[-1]].description or '')})"
     if kind == "value_error":  # raised by our own cross-field checks, whose text starts with the key
         return f"{path}.{context['error']}"
     field = owner.model_fields.get(keys[-1]) if keys else None
@@ -96,8 +98,18 @@ def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[li
     if len(location) < 2:
         return [str(part) for part in location], model
     field, tag, *rest = (str(part) for part in location)
+    if (part := _part(model, field)) is not None:
+        return [field, tag, *rest], part
     owner = dict(_kinds(model, field)).get(tag, model)
     return [field, *rest], owner
+
+
+def _part(model: type[BaseModel], field: str) -> type[BaseModel] | None:
+    """The one model that a field holds, if it is no union of kinds."""
+    for member in getattr(model.model_fields[field].annotation, "__args__", ()):
+        if isinstance(member, type) and issubclass(member, BaseModel) and "kind" not in member.model_fields:
+            return member
+    return None
 
 
 def _kinds(model: type[BaseModel], field: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -120,6 +132,9 @@ def _nearest(key: str, owner: type[BaseModel], model: type[BaseModel], section: 
         for kind, member in _kinds(model, name)
         if key in member.model_fields
     ]
+    for name in model.model_fields:
+        if (part := _part(model, name)) is not None and part is not owner and key in part.model_fields:
+            homes.append(f'the object "{name}"')
     if key in model.model_fields:
         return f'it belongs one level up, into the section "{section}"'
     if homes:

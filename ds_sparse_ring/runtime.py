@@ -42,6 +42,8 @@ class SparseRing:
         Raises:
             SparseRingError: a degree that does not divide the world, or a backend that does not run here.
         """
+        if config.offload is not None:
+            raise SparseRingError("sparse_ring.offload: attention does not use host memory or a disk yet: leave it out")
         self.config = config
         self.axes = Axes.create(config)
         self.kernel = get_kernel(config.backend)

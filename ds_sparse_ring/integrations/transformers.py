@@ -29,7 +29,7 @@ from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_model
-from ds_sparse_ring.store import checkpoint_context_fn
+from ds_sparse_ring.slots import checkpoint_context_fn
 
 if TYPE_CHECKING:
     from ds_sparse_ring.runtime import SparseRing

@@ -15,13 +15,14 @@ from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import (
     FixedSelector,
     FullSelector,
+    OffloadConfig,
     PriceSelector,
     SparseRingConfig,
     TopPSelector,
 )
 from ds_sparse_ring.errors import SparseRingError
 
-MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector]
+MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig]
 
 
 def read(section: Any, **others: Any) -> SparseRingConfig:
@@ -46,6 +47,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "dense_warmup_steps": 0,
         "eval_full_index": False,
         "checkpoint": "output",
+        "offload": None,
         "true_recall_rows": 0,
         "timeout_s": 600.0,
         "log_steps": 10,
@@ -68,6 +70,8 @@ def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
         {"selector": {"kind": "fixed", "columns": 0, "slashes": 0}, "heads_per_pattern": 2},
         {"selector": {"kind": "full"}, "eval_full_index": True, "dense_warmup_steps": 100, "sink_tokens": 0},
         {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
+        {"offload": {"host_gib": 64}},
+        {"offload": {"host_gib": 0.5, "disk_path": "/nvme", "disk_gib": 100, "staging_gib": 1}},
     ],
 )
 def test_values_mean_what_the_user_set(section: dict[str, Any]) -> None:
@@ -129,6 +133,15 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"selector": {"kind": "top_p", "min_slashes": 2, "max_slashes": 1}},
         ["sparse_ring.selector.min_slashes = 2 is above max_slashes = 1"],
     ),
+    # memory outside the device
+    ({"offload": {}}, ["sparse_ring.offload.host_gib is missing", "Pinned host memory, for each rank; GiB"]),
+    ({"offload": {"host_gib": 0}}, ["sparse_ring.offload.host_gib = 0", "greater than 0"]),
+    ({"offload": {"host_gib": "64"}}, ['sparse_ring.offload.host_gib = "64"', "valid number"]),
+    ({"offload": {"host_gb": 1, "host_gib": 1}}, ["sparse_ring.offload.host_gb is unknown", 'did you mean "host_gib"?']),
+    ({"offload": {"host_gib": 1, "degree": 2}}, ["sparse_ring.offload.degree is unknown", "one level up"]),
+    ({"host_gib": 64}, ["sparse_ring.host_gib is unknown", 'belongs into the object "offload"']),
+    ({"offload": {"host_gib": 1, "disk_path": "/x"}}, ['sparse_ring.offload.disk_path = "/x" needs disk_gib']),
+    ({"offload": {"host_gib": 1, "disk_gib": 5}}, ["sparse_ring.offload.disk_gib = 5 needs disk_path"]),
     # keys that do not go together
     (
         {"probe": "previous", "segment_tokens": None},

@@ -12,7 +12,7 @@ from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.layout import Layout
 from ds_sparse_ring.runtime import SparseRing
-from ds_sparse_ring.store import Slot
+from ds_sparse_ring.slots import Slot
 
 from .reference import bound, global_qkv, packed_batch
 
@@ -132,6 +132,11 @@ def test_heads_per_pattern_that_does_not_fit_the_model_is_refused() -> None:
 def test_a_degree_without_a_process_group_is_refused() -> None:
     with pytest.raises(SparseRingError, match="not initialised"):
         SparseRing(SparseRingConfig(degree=2))
+
+
+def test_a_budget_that_nothing_uses_yet_is_refused_rather_than_ignored() -> None:
+    with pytest.raises(SparseRingError, match="sparse_ring.offload: attention does not use"):
+        SparseRing(SparseRingConfig.from_deepspeed({"sparse_ring": {"offload": {"host_gib": 1}}}))
 
 
 def test_warm_up_and_evaluation_choose_the_selector() -> None:

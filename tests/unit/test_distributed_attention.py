@@ -25,7 +25,7 @@ from ds_sparse_ring.index import FullIndex
 from ds_sparse_ring.integrations.distributed_attention import DistributedAttention, RingLocalAttention
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
-from ds_sparse_ring.store import checkpoint_context_fn
+from ds_sparse_ring.slots import checkpoint_context_fn
 from tests.common import DistributedTest, rank_device
 
 from .parity_model import on_rank

@@ -26,7 +26,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import full_state_dict
 from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
 from ds_sparse_ring.runtime import SparseRing
-from ds_sparse_ring.store import checkpoint_context_fn
+from ds_sparse_ring.slots import checkpoint_context_fn
 from tests.common import DistributedTest, rank_device
 from tests.unit.parity_model import CHECKPOINTING, VOCABULARY, section, tiny_model, word_tokenizer
 from tests.unit.trainer_runs import arguments, ds_config, make_rows, make_trainer, plain_training, token_losses

@@ -254,7 +254,7 @@ class TestCheckpointing(DistributedTest):
             monkeypatch.setattr(attention, name, counting)
         from torch.utils.checkpoint import checkpoint
 
-        from ds_sparse_ring.store import checkpoint_context_fn
+        from ds_sparse_ring.slots import checkpoint_context_fn
 
         _, sequence, context = bound([700], segment_tokens=256, checkpoint=keep, selector={"kind": "price", "price": 1e-3})
         q, k, v = global_qkv(sequence, 4, 2, 16, dtype=torch.float32)
@@ -282,7 +282,7 @@ class TestCheckpointing(DistributedTest):
     def test_a_forward_pass_without_backward_leaves_nothing_behind(self) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        from ds_sparse_ring.store import checkpoint_context_fn
+        from ds_sparse_ring.slots import checkpoint_context_fn
 
         _, sequence, context = bound([200])
         q, k, v = (_shard(x, sequence).requires_grad_() for x in global_qkv(sequence, 2, 1, 16))
@@ -301,7 +301,7 @@ class TestCheckpointing(DistributedTest):
     def test_backward_twice_replays_twice(self) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        from ds_sparse_ring.store import checkpoint_context_fn
+        from ds_sparse_ring.slots import checkpoint_context_fn
 
         _, sequence, context = bound([200])
         parts = [_shard(x, sequence).requires_grad_() for x in global_qkv(sequence, 2, 1, 16)]
