@@ -32,6 +32,7 @@ from ds_sparse_ring.plan import Hop, Transfer
 from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.slots import Slot, current_slot
+from ds_sparse_ring.spill import Spilled
 from ds_sparse_ring.ulysses import to_heads, to_tokens
 
 _DENSE_DOCUMENTS = 16
@@ -40,12 +41,14 @@ _DENSE_DOCUMENTS = 16
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the first pass of a checkpointed call leaves for its replay; without ``o`` the replay attends again."""
+    """What the first pass of a checkpointed call leaves for its replay; without ``output`` the replay attends again.
+
+    Attributes:
+        output: o, lse and, if there are any, keys and values of the columns; maybe outside the device.
+    """
 
     index: Index
-    o: Tensor | None = None
-    lse: Tensor | None = None
-    columns: ColumnKV | None = None
+    output: list[Tensor] | Spilled | None = None
 
 
 @torch.compiler.disable  # communicates and reads its index on the host: a compiled model calls it as it is
@@ -97,8 +100,9 @@ class _SparseRingAttention(torch.autograd.Function):
                 "sequence is set, or pass each batch's sparse_ring entry to attention as an argument"
             )
         index = kept.index if kept is not None else _select(q, k, context, layer, scale)
-        if kept is not None and kept.o is not None and kept.lse is not None:
-            o, lse, columns = kept.o, kept.lse, kept.columns
+        if kept is not None and kept.output is not None:
+            o, lse, *rest = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
+            columns = ColumnKV(*rest) if rest else None
         else:
             with context.meter.timed("attention"):
                 gather = ColumnGather(k, v, index, context)
@@ -107,9 +111,7 @@ class _SparseRingAttention(torch.autograd.Function):
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
-            everything = context.config.checkpoint == "output"
-            # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
-            slot.put(_Kept(index, o.detach(), lse, columns) if everything else _Kept(index))
+            slot.put(_Kept(index, _keep(o, lse, columns, context)))
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
@@ -135,6 +137,14 @@ class _SparseRingAttention(torch.autograd.Function):
                     dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
                 dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         return dq, dk, dv, None, None, None, None
+
+
+def _keep(o: Tensor, lse: Tensor, columns: ColumnKV | None, context: SequenceContext) -> list[Tensor] | Spilled | None:
+    if context.config.checkpoint != "output":
+        return None
+    # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
+    tensors = [o.detach(), lse] if columns is None else [o.detach(), lse, columns.k, columns.v]
+    return tensors if context.spill is None else context.spill.keep(tensors)
 
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:

@@ -23,6 +23,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import get_kernel
 from ds_sparse_ring.layout import LayoutKind
 from ds_sparse_ring.meter import Meter
+from ds_sparse_ring.spill import Spill
 
 
 class SparseRing:
@@ -31,6 +32,7 @@ class SparseRing:
     Attributes:
         config: the ``"sparse_ring"`` section. axes: process groups and this rank's place.
         step: optimizer steps done; the training loop sets it, dense warm-up ends by it.
+        spill: where checkpointed layers keep what they need again, with an ``"offload"`` section.
         evaluating: True during evaluation; ``eval_full_index`` acts on it.
         sequence: the ``sparse_ring`` entry of the micro-batch that is worked on, forward and backward. The training loop sets it
             for models that cannot pass the entry down to their attention; the others leave it alone.
@@ -42,12 +44,11 @@ class SparseRing:
         Raises:
             SparseRingError: a degree that does not divide the world, or a backend that does not run here.
         """
-        if config.offload is not None:
-            raise SparseRingError("sparse_ring.offload: attention does not use host memory or a disk yet: leave it out")
         self.config = config
         self.axes = Axes.create(config)
         self.kernel = get_kernel(config.backend)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
+        self.spill = Spill(config.offload, lambda name: self.meter.timed(name)) if config.offload is not None else None
         self.step = 0
         self.evaluating = False
         self.sequence: Sequence | None = None
@@ -125,6 +126,7 @@ class SparseRing:
             selector=self._selector(),
             kernel=self.kernel,
             meter=self.meter,
+            spill=self.spill,
             heads_exchanged=heads_exchanged,
         )
 

@@ -15,7 +15,8 @@ Nothing is kept in this module: two models of one process may belong to two ring
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,7 +224,7 @@ def adopt_gradient_checkpointing(model: nn.Module) -> None:
     module: Any
     for module in base_model_of(model).modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
-        if function is None:
+        if function is None or getattr(function, "func", None) is _checkpoint_layer:
             continue
         if not isinstance(function, functools.partial):
             raise SparseRingError("gradient checkpointing uses a function of its own, which takes no context_fn")
@@ -233,8 +234,16 @@ def adopt_gradient_checkpointing(model: nn.Module) -> None:
                 "keyword arguments at all"
             )
         module._gradient_checkpointing_func = functools.partial(
-            function.func, *function.args, **{**function.keywords, "context_fn": checkpoint_context_fn}
+            _checkpoint_layer, function.func, *function.args, **{**function.keywords, "context_fn": checkpoint_context_fn}
         )
+
+
+def _checkpoint_layer(checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Checkpoint a layer. Its inputs leave the device if the ring that it attends on has an ``"offload"`` section."""
+    context = getattr(layer, "keywords", {}).get(NAME)  # Transformers has bound a layer's keyword arguments
+    spill = context.spill if isinstance(context, SequenceContext) else None
+    with nullcontext() if spill is None else spill.saved_tensors():
+        return checkpoint(layer, *args, **options)
 
 
 def sparse_ring_attention_forward(
