@@ -22,6 +22,7 @@ from ds_sparse_ring.plan_check import PlanReport, check_plans
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
 _BF16, _FP32 = 2, 4
+_IN_FLIGHT_LAYERS = 4  # whose kept tensors are on the device for copies: two on the way out, two on the way back
 _OPTIMIZER_BYTES = 12  # fp32 weights and two moments of Adam
 
 
@@ -128,22 +129,24 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule of a job: times of one step (ms) and bytes of one rank."""
+    """One schedule of a job: times of one step (ms) and bytes of one rank, on the device and offloaded."""
 
     schedule: Schedule
     forward: PassTime
     backward: PassTime
     index_ms: float
     exchange_ms: float
+    columns_ms: float
     rest_ms: float
     layers: int
     memory: float
+    host_memory: float
     report: PlanReport
 
     @property
     def attention_ms(self) -> float:
-        """Of all layers, both passes, heads exchanged and index chosen."""
-        return self.layers * (self.forward.total + self.backward.total + self.index_ms + self.exchange_ms)
+        """Of all layers, both passes, heads exchanged, columns waited for and index chosen."""
+        return self.layers * (self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms)
 
     @property
     def step_ms(self) -> float:
@@ -152,8 +155,8 @@ class Estimate:
 
     @property
     def exposed(self) -> float:
-        """Share of attention's time that ranks wait for transfers or exchange heads."""
-        waiting = self.forward.exposed + self.backward.exposed + self.exchange_ms
+        """Share of attention's time that ranks wait for transfers and columns or exchange heads."""
+        waiting = self.forward.exposed + self.backward.exposed + self.exchange_ms + self.columns_ms
         return self.layers * waiting / self.attention_ms
 
 
@@ -209,9 +212,11 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         backward,
         index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
+        columns_ms=_columns_ms(job, heads, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
         layers=model.num_hidden_layers,
         memory=_memory(job, local, _BF16 * shard, report),
+        host_memory=_kept(job, local) if job.config.offload is not None else 0.0,
         report=report,
     )
 
@@ -228,13 +233,37 @@ def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
     return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
+def _columns_ms(job: Job, heads: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
+    """What the sums of columns over the ring take beyond the hops that they run beside: all but one of each pass."""
+    if ranks == 1:
+        return 0.0
+    rows_of_a_column = min(job.tokens, job.config.segment_tokens or job.tokens)
+    columns = heads * job.columns * job.tokens**2 / 2 / rows_of_a_column
+    machine = job.hardware
+    rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
+    waits = 0.0
+    for run, element in ((forward, _BF16), (backward, _FP32)):
+        sent = 2 * (ranks - 1) / ranks * 2 * columns * job.model.head_size * element
+        waits += max(0.0, machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
+    return waits
+
+
+def _kept(job: Job, local: int) -> float:
+    """Inputs and attention outputs of all checkpointed layers."""
+    model = job.model
+    attention = model.num_attention_heads * model.head_size
+    return model.num_hidden_layers * local * (model.hidden_size + attention) * _BF16
+
+
 def _memory(job: Job, local: int, kv_bytes: float, report: PlanReport) -> float:
     """Weights, gradients and optimizer as ZeRO divides them; kept layer inputs and attention outputs; one layer at work."""
     model, world, stage = job.model, job.world, job.zero_stage
     weights, gradients, optimizer = (world if stage >= least else 1 for least in (3, 2, 1))
     states = _BF16 / weights + _BF16 / gradients + _OPTIMIZER_BYTES / optimizer
     attention = model.num_attention_heads * model.head_size
-    kept = model.num_hidden_layers * local * (model.hidden_size + attention) * _BF16
+    kept = _kept(job, local)
+    if job.config.offload is not None:  # only what is on its way: out, or back for the layers that are next
+        kept *= min(1.0, _IN_FLIGHT_LAYERS / model.num_hidden_layers)
     layer = local * (6 * model.hidden_size + 3 * attention + 7 * model.intermediate_size) * _BF16
     buffers = report.backward.kv_buffers * kv_bytes + report.backward.gradient_buffers * 2 * kv_bytes
     logits = min(local, job.loss_tile) * model.vocab_size * (_BF16 + 2 * _FP32)

@@ -67,10 +67,14 @@ def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
     of_layers = e.layers * of_step
     return [
         ("step s", step_s, of_step * e.step_ms),
-        ("attention s", attention_s, of_layers * (e.forward.total + e.backward.total + e.exchange_ms)),
+        ("attention s", attention_s, of_layers * (e.forward.total + e.backward.total + e.exchange_ms + e.columns_ms)),
         ("index s", index_s, of_layers * e.index_ms),
         ("rest s", rest_s, of_step * e.rest_ms),
-        ("exposed s", run.median("exposed_s"), of_layers * (e.forward.exposed + e.backward.exposed + e.exchange_ms)),
+        (
+            "exposed s",
+            run.median("exposed_s"),
+            of_layers * (e.forward.exposed + e.backward.exposed + e.exchange_ms + e.columns_ms),
+        ),
         ("worker imbalance", run.median("time_imbalance"), e.backward.imbalance),
         ("hop imbalance", run.median("hop_imbalance"), (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2),
         ("peak memory GiB", run.median("peak_memory_gib"), e.memory / 2**30),

@@ -42,16 +42,20 @@ def print_plan(
     if not found:
         raise SparseRingError(f"plan: no schedule fits {world} ranks and the heads of {model}: set degree or ulysses_degree to 1")
     table = Table(title=f"{model}, {job.tokens} tokens, {world} x {job.hardware.name}, ZeRO-{stage}", title_justify="left")
-    for heading in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", "memory GiB"):
+    memory = ("memory GiB",) if config.offload is None else ("memory GiB", "offloaded GiB")
+    for heading in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for e in sorted(found, key=lambda e: e.step_ms):
         table.add_row(*_row(e, job))
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
-    fitting = [e for e in found if e.memory < job.hardware.memory_gib * 2**30]
+    fitting = [e for e in found if _fits(e, job)]
     if not fitting:
-        console.print("no schedule fits the memory: more ranks to a sequence (degree), a higher ZeRO stage, or offload")
+        console.print(
+            "no schedule fits the memory: more ranks to a sequence (degree), a higher ZeRO stage, or another "
+            f"{SparseRingConfig.SECTION}.offload"
+        )
         return
     best = min(fitting, key=lambda e: e.step_ms)
     ulysses, inner, kind = best.schedule
@@ -60,6 +64,12 @@ def print_plan(
         save_trace(best.backward.events, timeline)
         save_timeline(best.backward.events, timeline.with_suffix(".png"))
         console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
+
+
+def _fits(e: Estimate, job: Job) -> bool:
+    offload = job.config.offload
+    outside = 0.0 if offload is None else offload.host_gib + (offload.disk_gib or 0.0)
+    return e.memory < job.hardware.memory_gib * 2**30 and e.host_memory <= outside * 2**30
 
 
 def _row(e: Estimate, job: Job) -> list[str]:
@@ -74,6 +84,7 @@ def _row(e: Estimate, job: Job) -> list[str]:
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",
         f"{e.memory / 2**30:.0f}",
+        *([] if job.config.offload is None else [f"{e.host_memory / 2**30:.0f}"]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What checkpointed layers keep, outside the device: layer inputs and attention outputs, on their way back before they are wanted.
+"""What checkpointed layers keep, outside the device: layer inputs and attention outputs, back before they are wanted.
 
 The backward pass wants last what was kept first. So whenever something is taken, the copies back of what was kept before it
 begin: they have the backward pass of a layer to hide behind. What nobody takes goes with the graph that owns it.
@@ -47,9 +47,8 @@ class Spill:
         """
         spilled, store = Spilled(self, len(tensors)), self._store_of(tensors[0])
         for key, x in zip(spilled.keys, tensors, strict=True):
-            tier: Tier = (
-                "host" if self._config.disk_path is None or store.room("host") >= x.numel() * x.element_size() else "disk"
-            )
+            fits = store.room("host") >= x.numel() * x.element_size()
+            tier: Tier = "host" if fits or self._config.disk_path is None else "disk"
             store.put(key, x, tier, owner=spilled)
         with self._lock:
             self._kept = [ref for ref in self._kept if ref() is not None]

@@ -158,6 +158,9 @@ class Setup:
         sequences = self.micro_batch * self.accumulation * axes.data_size
         segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
         kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"
+        if config.offload is not None:
+            disk = f", then {config.offload.disk_gib:g} GiB in {config.offload.disk_path}" if config.offload.disk_path else ""
+            kept += f"; with layer inputs in host memory, up to {config.offload.host_gib:g} GiB a rank{disk}"
         full_index = f"full index for the first {config.dense_warmup_steps} steps" if config.dense_warmup_steps else ""
         return [
             ("ranks", f"{axes.world_size} = data axis {axes.data_size} x sequence axis {axes.sequence_size}; {ring_ranks}"),

@@ -112,3 +112,32 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     refused = CliRunner().invoke(app, ["plan", "--density", "0.01", "--columns", "0.02"])
     assert refused.exit_code == 1 and "0 <= columns <= density" in refused.output
+
+
+def test_offload_moves_what_layers_keep_from_the_device_to_the_host() -> None:
+    offload = SparseRingConfig.model_validate({"offload": {"host_gib": 90}})
+    on_device, offloaded = (
+        estimate(_job(1, 524288, config=config, density=0.05), Schedule()) for config in (SparseRingConfig(), offload)
+    )
+    kept = 36 * 524288 * (2048 + 2048) * 2
+    assert offloaded.host_memory == kept and on_device.host_memory == 0
+    assert on_device.memory - offloaded.memory == pytest.approx(kept * 32 / 36), "four layers are on their way"
+
+
+def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
+    long, short = (SparseRingConfig(segment_tokens=tokens) for tokens in (16384, 1024))  # short ones have more columns
+    few, many = (estimate(_job(2, config=config, density=0.03, columns=0.03), Schedule()) for config in (long, short))
+    assert few.columns_ms == 0 < many.columns_ms
+    assert many.exposed > few.exposed
+    assert estimate(_job(1, config=short, density=0.03, columns=0.03), Schedule()).columns_ms == 0
+
+
+def test_the_plan_shows_what_is_offloaded_and_whether_it_fits(tmp_path: Path) -> None:
+    outputs = []
+    for gib in (80, 20):
+        file = tmp_path / f"{gib}.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sparse_ring": {"offload": {"host_gib": gib}}}))
+        command = ["plan", "--config", str(file), "--seq", "256K", "--world", "1", "--hardware", "h200"]
+        outputs.append(CliRunner().invoke(app, command).output)
+    assert all("offloaded GiB" in output for output in outputs)
+    assert "fastest that fits" in outputs[0] and "no schedule fits the memory" in outputs[1]

@@ -79,7 +79,12 @@ def test_what_was_kept_before_comes_back_before_it_is_asked_for(spill: Spill, mo
     kept = [spill.keep([torch.full((64, 64), float(i)), torch.full((2048,), -float(i))]) for i in range(5)]
     fetched: list[Any] = []
     prefetch = Store.prefetch
-    monkeypatch.setattr(Store, "prefetch", lambda store, key: (fetched.append(key), prefetch(store, key)))
+
+    def watched(store: Store, key: Any) -> None:
+        fetched.append(key)
+        prefetch(store, key)
+
+    monkeypatch.setattr(Store, "prefetch", watched)
     for i in reversed(range(5)):
         a, b = kept[i].take()
         assert (a == i).all() and (b == -i).all()
@@ -105,4 +110,4 @@ def test_small_tensors_that_autograd_saves_stay(spill: Spill) -> None:
         out = small.exp().sum() + large.exp().sum()
     out.backward()
     assert spill.store is not None and spill.store.numbers().to_device == 1
-    assert torch.equal(large.grad, large.detach().exp())
+    assert large.grad is not None and torch.equal(large.grad, large.detach().exp())
