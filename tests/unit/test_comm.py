@@ -23,7 +23,7 @@ def _created(monkeypatch: pytest.MonkeyPatch, backend: str, **config: Any) -> li
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options=None: created.append((ranks, pg_options)))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, pg_options: created.append((ranks, pg_options)))
     if backend == "nccl":
         monkeypatch.setattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {"Options": _Options}), raising=False)
     else:
@@ -36,7 +36,7 @@ def test_groups_that_carry_keys_and_values_run_at_high_priority_on_nccl(monkeypa
     created = _created(monkeypatch, "nccl", ulysses_degree=2, inner_degree=2)
     high = [ranks for ranks, options in created if options is not None and options.high]
     rings, inner, outer = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert high == [*rings, *inner, *outer]
+    assert high == [*rings, *rings, *inner, *outer], "the ring's, the columns', the levels'"
     assert [ranks for ranks, options in created if options is None] == [[*range(8)], [0, 1], [2, 3], [4, 5], [6, 7]]
     every = [options for _, options in created if options is not None]
     assert len({id(options) for options in every}) == len(every), "torch writes the group's name into its options"
@@ -44,4 +44,4 @@ def test_groups_that_carry_keys_and_values_run_at_high_priority_on_nccl(monkeypa
 
 def test_other_backends_get_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     created = _created(monkeypatch, "gloo", inner_degree=4)
-    assert len(created) == 1 + 1 + 2 + 4 and all(options is None for _, options in created)
+    assert len(created) == 1 + 2 + 2 + 4 and all(options is None for _, options in created)
