@@ -1,11 +1,12 @@
 """The one autograd function: dynamic vertical-slash attention over a ring.
 
-Forward: choose the index, gather the columns' keys and values, then walk the plan's hops, merging each hop's result in fp32.
+Forward: choose the index, then walk the plan's hops, merging each hop's result in fp32, while the columns' keys
+and values gather.
 Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
 
 The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
 (through the slot of its call) and to the backward pass. There is no collective outside this function, and in a replay that finds
-a kept output only the exchange of heads within a Ulysses group.
+a kept output only the exchange of heads within a Ulysses group and the columns' gathering, for the backward pass.
 
 Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns of the index over all segments and patterns.
 """
@@ -44,7 +45,7 @@ class _Kept:
     """What the first pass of a checkpointed call leaves for its replay; without ``output`` the replay attends again.
 
     Attributes:
-        output: o, lse and, if there are any, keys and values of the columns; maybe outside the device.
+        output: o and lse, maybe outside the device.
     """
 
     index: Index
@@ -101,8 +102,10 @@ class _SparseRingAttention(torch.autograd.Function):
             )
         index = kept.index if kept is not None else _select(q, k, context, layer, scale)
         if kept is not None and kept.output is not None:
-            o, lse, *rest = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
-            columns = ColumnKV(*rest) if rest else None
+            o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
+            # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
+            with context.meter.timed("attention"):
+                gather, columns = ColumnGather(k, v, index, context), None
         else:
             with context.meter.timed("attention"):
                 gather = ColumnGather(k, v, index, context)
@@ -111,8 +114,9 @@ class _SparseRingAttention(torch.autograd.Function):
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
-            slot.put(_Kept(index, _keep(o, lse, columns, context)))
+            slot.put(_Kept(index, _keep(o, lse, context)))
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
+        ctx.gather = gather if columns is None else None
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
@@ -125,25 +129,31 @@ class _SparseRingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
-        columns = ColumnKV(column_k, column_v) if column_k.numel() else None
         context, (heads, kv_heads) = ctx.context, ctx.heads
         axes, meter, exchanged = context.axes, context.meter, context.heads_exchanged
         with torch.autocast(q.device.type, enabled=False), meter.timed("attention"):
             with meter.timed("heads"):
                 do = grads[0] if exchanged else to_heads(grads[0], axes)
+            if column_k.numel():
+                columns: ColumnKV | None = ColumnKV(column_k, column_v)
+            else:  # anew in a second backward pass
+                columns = (ctx.gather or ColumnGather(k, v, ctx.index, context)).wait()
+                ctx.gather = None  # nodes live as long as the loss
             dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale)
             with meter.timed("heads"):
                 if not exchanged:
                     dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
                 dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+        if isinstance(ctx.index, VerticalSlash | BlockLists):
+            ctx.index.forget()
         return dq, dk, dv, None, None, None, None
 
 
-def _keep(o: Tensor, lse: Tensor, columns: ColumnKV | None, context: SequenceContext) -> list[Tensor] | Spilled | None:
+def _keep(o: Tensor, lse: Tensor, context: SequenceContext) -> list[Tensor] | Spilled | None:
     if context.config.checkpoint != "output":
         return None
     # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
-    tensors = [o.detach(), lse] if columns is None else [o.detach(), lse, columns.k, columns.v]
+    tensors = [o.detach(), lse]
     return tensors if context.spill is None else context.spill.keep(tensors)
 
 

@@ -29,8 +29,10 @@ class ColumnGather:
         self._sum: Reduction | None = None
         if isinstance(index, VerticalSlash) and index.column_values.numel():
             row, held, kv_head = _places(k, index, context)
-            mine = torch.stack([k[kv_head, row], v[kv_head, row]]).masked_fill_(~held[:, None], 0)
-            self._sum = context.axes.column_sum(mine)
+            mine = k.new_empty(2, *row.shape, k.shape[2])
+            for into, x in zip(mine, (k, v), strict=True):
+                into.copy_(x[kv_head, row])
+            self._sum = context.axes.column_sum(mine.masked_fill_(~held[:, None], 0))
 
     def wait(self) -> ColumnKV | None:
         """``[C, D]`` each; None if the index has no columns."""

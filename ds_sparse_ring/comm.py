@@ -6,7 +6,8 @@ ranks of a group call the same verbs in the same order; transfers of keys and of
 between nodes run in groups of their own, so that they do not queue behind those within.
 
 Nothing waits for ever: with gloo what is late raises here, with an error that names the place; with NCCL, where waiting does not
-stop the host, a watch prints the same before NCCL's own watchdog ends the process. Both after the groups' time-out.
+stop the host, a watch prints the same of the ring's transfers before NCCL's own watchdog ends the process. Both after the groups'
+time-out.
 """
 
 from __future__ import annotations

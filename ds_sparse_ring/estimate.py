@@ -21,7 +21,7 @@ from ds_sparse_ring.plan import InnerKind
 from ds_sparse_ring.plan_check import PlanReport, check_plans
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
-_BF16, _FP32 = 2, 4
+_BF16, _FP32, _INT64 = 2, 4, 8
 _IN_FLIGHT_LAYERS = 4  # whose kept tensors are on the device for copies: two on the way out, two on the way back
 _OPTIMIZER_BYTES = 12  # fp32 weights and two moments of Adam
 
@@ -215,7 +215,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         columns_ms=_columns_ms(job, heads, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
         layers=model.num_hidden_layers,
-        memory=_memory(job, local, _BF16 * shard, report),
+        memory=_memory(job, local, _BF16 * shard, report) + _column_bytes(job, heads),
         host_memory=_kept(job, local) if job.config.offload is not None else 0.0,
         report=report,
     )
@@ -233,13 +233,21 @@ def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
     return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
+def _columns(job: Job, heads: int) -> float:
+    """Columns of all segments and heads of a layer, each read by the queries of its segment; every rank has all of them."""
+    return heads * job.columns * job.tokens**2 / 2 / min(job.tokens, job.config.segment_tokens or job.tokens)
+
+
+def _column_bytes(job: Job, heads: int) -> float:
+    """Tokens of the columns of all layers, and of the layer at work their keys and values, gathered, and gradients."""
+    return _columns(job, heads) * (_INT64 * job.model.num_hidden_layers + 2 * job.model.head_size * (_BF16 + _FP32))
+
+
 def _columns_ms(job: Job, heads: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
     """What the sums of columns over the ring take beyond the hops that they run beside: all but one of each pass."""
     if ranks == 1:
         return 0.0
-    rows_of_a_column = min(job.tokens, job.config.segment_tokens or job.tokens)
-    columns = heads * job.columns * job.tokens**2 / 2 / rows_of_a_column
-    machine = job.hardware
+    columns, machine = _columns(job, heads), job.hardware
     rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
     waits = 0.0
     for run, element in ((forward, _BF16), (backward, _FP32)):

@@ -104,7 +104,8 @@ class Meter:
             ``true_recall``.
 
             Of this rank, seconds: ``index_s`` for choosing the index, ``attention_s`` for attention (communication included),
-            ``report_s`` for these metrics themselves. Of all ranks: see `_times`.
+            ``report_s`` for these metrics themselves, ``copy_wait_s`` standing still for tensors that were offloaded. Of all
+            ranks: see `_times`.
         """
         seconds, counts, layers = self._stopwatch.pop(), self._counts, self._layers
         self._counts, self._layers = defaultdict(float), {}
@@ -116,7 +117,7 @@ class Meter:
             **{key: _mean([entry[key] for entry in per_layer]) for key in ("density", "recall", "column_density")},
             "pair_imbalance": self._worst_ring(pairs),
             "head_imbalance": _mean([_imbalance(entry["head_density"]) for entry in per_layer]),
-            **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report")},
+            **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report", "copy_wait")},
             **self._times(seconds, counts),
             "per_layer": per_layer,
         }

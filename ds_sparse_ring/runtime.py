@@ -48,7 +48,9 @@ class SparseRing:
         self.axes = Axes.create(config)
         self.kernel = get_kernel(config.backend)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
-        self.spill = Spill(config.offload, lambda name: self.meter.timed(name)) if config.offload is not None else None
+        ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
+        offload = config.offload
+        self.spill = Spill(offload, lambda name: self.meter.timed(name), ranks_on_host) if offload is not None else None
         self.step = 0
         self.evaluating = False
         self.sequence: Sequence | None = None

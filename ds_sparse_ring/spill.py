@@ -29,11 +29,13 @@ class Spill:
     """The kept tensors of a rank, in host memory or, when that is full, on the disk.
 
     Args:
-        timed: times waits for copies, as `Meter.timed`.
+        timed: times waits for copies, as `Meter.timed`. ranks_on_host: of this machine, for the warning about its memory.
     """
 
-    def __init__(self, config: OffloadConfig, timed: Callable[[str], AbstractContextManager[None]]) -> None:
-        self._config, self._timed = config, timed
+    def __init__(
+        self, config: OffloadConfig, timed: Callable[[str], AbstractContextManager[None]], ranks_on_host: int = 1
+    ) -> None:
+        self._config, self._timed, self._ranks_on_host = config, timed, ranks_on_host
         self._store: Store | None = None
         self._kept: list[weakref.ref[Spilled]] = []  # and not taken yet, in order
         self._lock = threading.Lock()
@@ -62,7 +64,7 @@ class Spill:
         with self._lock:
             waiting = [other for ref in self._kept if (other := ref()) is not None and other is not spilled]
             self._kept = [weakref.ref(other) for other in waiting]
-        for other in waiting[-_AHEAD:]:
+        for other in reversed(waiting[-_AHEAD:]):
             for key in other.keys:
                 self._store.prefetch(key)
         return tensors
@@ -79,7 +81,7 @@ class Spill:
     def _pack(self, x: Tensor) -> Any:
         """Small tensors stay, and those of other devices."""
         if x.numel() * x.element_size() < PAGE_BYTES or (self._store is not None and x.device != self._store.device):
-            return x
+            return x.detach()
         return self.keep([x])
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -87,7 +89,7 @@ class Spill:
 
     def _store_of(self, x: Tensor) -> Store:
         if self._store is None:
-            self._store = Store.from_config(self._config, x.device, timed=self._timed)
+            self._store = Store.from_config(self._config, x.device, timed=self._timed, ranks_on_host=self._ranks_on_host)
         return self._store
 
 

@@ -3,11 +3,9 @@
 ``put`` copies a tensor out, ``prefetch`` starts to copy it back, ``get`` hands it over, ``drop`` forgets it. A caller that would
 rather compute something again does not put it. Who uses it, and how:
 
-* Checkpointed layers keep attention outputs and log-sum-exps: the first pass puts them with ``owner=slot``, so that they go when
-  the graph goes, after a failed step too. The replay of a layer prefetches those of the layer below, whose turn is next, and gets
-  its own.
-* Layer inputs: the two functions of ``torch.autograd.graph.saved_tensors_hooks``. Pack puts and returns a small object that holds
-  the key and is the ``owner``; unpack gets. ``room`` says when the host is full and the next one has to go to the disk.
+* Checkpointed layers keep their inputs, attention outputs and log-sum-exps (`spill`): each is put with an ``owner`` that the
+  graph holds, so that they go when the graph goes, after a failed step too. Whenever one is taken, those before it are prefetched.
+  ``room`` says when the host is full and the next one has to go to the disk.
 * Chunks of keys and values: put once per layer; before chunk i is worked on, chunk i + 1 (or as many as there is memory for) is
   prefetched; a chunk may be got as often as queries need it. A sum of gradients is dropped and put again.
 

@@ -138,6 +138,18 @@ class Setup:
     dtype: str
     gradient_checkpointing: bool
 
+    def __post_init__(self) -> None:
+        """Refuse what would do nothing.
+
+        Raises:
+            SparseRingError: memory outside the device for what checkpointed layers keep, without checkpointing.
+        """
+        if self.ring.config.offload is not None and not self.gradient_checkpointing:
+            raise SparseRingError(
+                "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
+                "(gradient_checkpointing), or leave offload out"
+            )
+
     def backend(self) -> str:
         """The kernels, and the library that does the full index."""
         name = self.ring.kernel.name

@@ -123,14 +123,20 @@ def _spans(
 
 def offsets(index: VerticalSlash, stride: int) -> list[Offsets]:
     """For each residue c, diagonals ``stride * a + c`` as local offsets a, diagonal 0 left out: one launch for all hops."""
-    device, rows, size = index.diagonal_values.device, index.diagonal_ptr.numel() - 1, index.diagonal_values.numel() + 1
-    words = max(s.end - s.document_begin for s in index.segments) // stride // _WORD + 2
+    device, rows = index.diagonal_values.device, index.diagonal_ptr.numel() - 1
+    # the tables of every residue begin at multiples of 16 bytes, or kernels would be compiled for those that do not
+    size = _rounded(index.diagonal_values.numel() + 1)
+    words = _rounded(max(s.end - s.document_begin for s in index.segments) // stride // _WORD + 2)
     bits, before = torch.zeros(2, stride, rows, words, dtype=torch.int32, device=device)
     values = torch.zeros(stride, size, dtype=torch.int32, device=device)
     offsets_kernel[(rows, stride)](
         index.diagonal_ptr, index.diagonal_values, stride, size, words, values, bits, before, CHUNK=128
     )  # fmt: skip
     return [Offsets(index.diagonal_ptr, *tables) for tables in zip(values, bits, before, strict=True)]
+
+
+def _rounded(count: int) -> int:
+    return -(-count // 4) * 4
 
 
 def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:

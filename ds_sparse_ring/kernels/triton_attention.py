@@ -44,6 +44,12 @@ class Tuning:
     warps: int
     registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch; only CUDA knows a bound on registers."""
+        bound = {} if self.registers is None or torch.version.hip is not None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **bound}
+
 
 def tuning(kernel: str, dtype: torch.dtype, padded_head: int) -> Tuning:
     """Launch parameters of ``forward``, ``dq``, ``dkv`` or ``dcolumns``, chosen on an H200 (docs/measurements.md)."""
@@ -190,7 +196,7 @@ class _Call:
         named = self._arguments | self._lists(transposed=name == "dkv") | self._column_arguments(tune.tile)
         named |= {"TILE": tune.tile, "STAGES": tune.stages}
         with torch.cuda.device_of(self._arguments["lse"]):
-            kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, num_warps=tune.warps, maxnreg=tune.registers)
+            kernel[(programs,)](**{a: named[a] for a in kernel.arg_names}, **tune.options)
 
     def column_tiles(self, name: str) -> int:
         """Programs that cover all tiles of columns."""

@@ -30,7 +30,7 @@ def offsets_kernel(diagonal_ptr, diagonals, stride, size, words, values, bits, b
 
     Grid: (rows, stride). Each residue has its own ``size`` values and its own bitmaps.
     """
-    row, residue = tl.program_id(0), tl.program_id(1)
+    row, residue = tl.program_id(0).to(tl.int64), tl.program_id(1)
     values += residue.to(tl.int64) * size
     bits += residue.to(tl.int64) * tl.num_programs(0) * words
     before += residue.to(tl.int64) * tl.num_programs(0) * words

@@ -230,7 +230,8 @@ def _by_price(probe: _Probe, price: float) -> tuple[Tensor, Tensor]:
     partials = probe.lse.new_empty(t.column_slots, 4)
     needed = _needed(probe, probe.bounds, price) if probe.bounds is not None else words
     # three programs to a multiprocessor, found to fit without spilling
-    registers = {"maxnreg": 168} if probe.k.is_cuda and torch.version.hip is None and probe.together == 1 else {}
+    small = probe.together == 1 and probe.k.shape[2] * probe.k.element_size() <= 256
+    registers = {"maxnreg": 168} if small and torch.version.hip is None else {}
     kernels.price_kernel[(t.chunks.shape[0] * patterns,)](
         probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, words, partials, needed, t.segments, *probe.strides,
         probe.scale2, price, probe.context.config.local_blocks, probe.groups, patterns, HEADS=probe.together,

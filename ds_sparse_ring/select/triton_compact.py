@@ -239,7 +239,7 @@ def count_kernel(words, counts, n, SIZE: tl.constexpr):
     tl.store(counts, tl.zeros([], tl.int64), mask=first == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def summary_kernel(columns, diagonals, refused, groups, out, SIZE: tl.constexpr):
     """What the host waits for: int64 [3], numbers of columns and diagonals and whether a group was refused. Grid: 1."""
     some = tl.zeros([SIZE], tl.int64)

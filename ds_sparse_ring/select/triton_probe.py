@@ -189,7 +189,7 @@ def lse_merge_kernel(
     tl.store(total_out + at, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G"])
 def lse_kernel(
     largest,  # fp32 [H, G * R]
     total,  # fp32 [H, G * R]

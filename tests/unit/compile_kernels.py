@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ds_sparse_ring.kernels import hop_index, triton_backward, triton_forward, triton_tables
-from ds_sparse_ring.kernels.triton_attention import Tuning, tuning
+from ds_sparse_ring.kernels.triton_attention import tuning
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import triton_probe as kernels
 from ds_sparse_ring.select.fast import launch_options, together
@@ -51,10 +51,6 @@ def warps(count: int) -> dict[str, int]:
     return {"num_warps": count}
 
 
-def registers(tune: Tuning) -> dict[str, int]:
-    return {} if tune.registers is None else {"maxnreg": tune.registers}
-
-
 def attention_kind(name: str, element: str, tile: int, padded: int) -> str:
     if name.endswith("_desc"):
         shape = [tile, padded] if name.startswith("column") else [1, BLOCK, padded]
@@ -85,7 +81,7 @@ def attention() -> None:
                 kernel,
                 partial(attention_kind, element=element, tile=tune.tile, padded=padded),
                 used,
-                warps(tune.warps) | registers(tune),
+                tune.options,
             )
             what = f"{name}, {element}, head size {head_size}: {shared} bytes of shared memory"
             assert shared <= HOPPER_SHARED_BYTES, what

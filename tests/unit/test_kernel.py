@@ -72,7 +72,7 @@ def test_float64_results_equal_dense_masked_attention(
 def test_error_is_at_most_twice_that_of_pytorch_in_the_same_dtype(backend: str, dtype: torch.dtype, head_size: int) -> None:
     if backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
-    if backend == "triton" and head_size not in ((40,) if dtype == torch.float32 else (96, 128, 256)):
+    if backend == "triton" and head_size not in ((40,) if dtype == torch.float32 else (96,)):
         pytest.skip("the interpreter is slow, and kernels compile for all sizes on a GPU")
     check_errors(get_kernel(backend), "vertical-slash", [700], 4, 2, 1, dtype, head_size)
 

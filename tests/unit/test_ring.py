@@ -73,8 +73,8 @@ class TestRingParity(DistributedTest):
 
     @pytest.mark.world_size([1, 2, 3, 4])
     def test_output_and_gradients_equal_dense_masked_attention(self) -> None:
-        for layout in ("striped", "contiguous", "zigzag"):
-            for selector in SELECTORS:
+        for layout, selectors in (("striped", SELECTORS), ("contiguous", SELECTORS[3:]), ("zigzag", SELECTORS[3:])):
+            for selector in selectors:  # the other layouts with sparse ones: below, with every plan
                 _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
 
     @pytest.mark.world_size([2, 4, 6])

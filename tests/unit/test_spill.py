@@ -51,8 +51,7 @@ def _train(zero: int, offload: dict[str, Any] | None, keep: str, steps: int = 5)
 class TestTraining(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("keep", ["output", "index"])
-    @pytest.mark.parametrize("zero", [0, 2, 3])
+    @pytest.mark.parametrize(("zero", "keep"), [(2, "output"), (3, "output"), (3, "index")])
     def test_gives_the_same_bits_with_and_without_offload(self, zero: int, keep: str) -> None:
         expected, _ = _train(zero, None, keep)
         got, ring = _train(zero, {"host_gib": GIB_OF_A_MIB}, keep)
@@ -60,8 +59,8 @@ class TestTraining(DistributedTest):
         assert ring.spill is not None and ring.spill.store is not None
         numbers = ring.spill.store.numbers()
         layers, steps = 2, 5
-        # a layer's input, and what attention keeps: o, lse and the columns' keys and values
-        assert numbers.to_device == steps * layers * (1 if keep == "index" else 5)
+        # a layer's input, and what attention keeps: o and lse
+        assert numbers.to_device == steps * layers * (1 if keep == "index" else 3)
         gc.collect()
         assert ring.spill.store.room("host") == 2**20, "every step took what it kept along"
 
