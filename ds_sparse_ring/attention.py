@@ -14,7 +14,7 @@ Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,10 +46,12 @@ class _Kept:
 
     Attributes:
         output: o and lse, maybe outside the device.
+        arriving: the columns that the replay gathers for the backward pass, which runs on what the first pass has recorded.
     """
 
     index: Index
     output: list[Tensor] | Spilled | None = None
+    arriving: list[ColumnGather] = field(default_factory=list)
 
 
 @torch.compiler.disable  # communicates and reads its index on the host: a compiled model calls it as it is
@@ -105,7 +107,8 @@ class _SparseRingAttention(torch.autograd.Function):
             o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
             # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
             with context.meter.timed("attention"):
-                gather, columns = ColumnGather(k, v, index, context), None
+                kept.arriving[:] = [ColumnGather(k, v, index, context)]
+            columns = None
         else:
             with context.meter.timed("attention"):
                 gather = ColumnGather(k, v, index, context)
@@ -114,9 +117,11 @@ class _SparseRingAttention(torch.autograd.Function):
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
-            slot.put(_Kept(index, _keep(o, lse, context)))
+            kept = _Kept(index, _keep(o, lse, context))
+            slot.put(kept)
+            columns = columns if kept.output is None else None  # as in the replay
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
-        ctx.gather = gather if columns is None else None
+        ctx.arriving = [] if kept is None else kept.arriving
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
@@ -136,9 +141,9 @@ class _SparseRingAttention(torch.autograd.Function):
                 do = grads[0] if exchanged else to_heads(grads[0], axes)
             if column_k.numel():
                 columns: ColumnKV | None = ColumnKV(column_k, column_v)
-            else:  # anew in a second backward pass
-                columns = (ctx.gather or ColumnGather(k, v, ctx.index, context)).wait()
-                ctx.gather = None  # nodes live as long as the loss
+            else:
+                gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, ctx.index, context)
+                columns = gather.wait()
             dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale)
             with meter.timed("heads"):
                 if not exchanged:
