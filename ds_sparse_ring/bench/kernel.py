@@ -177,7 +177,7 @@ class Bench:
                 self._compiled_for = (case.tokens, case.shape)
             try:
                 work(case)
-            except Exception as error:  # the time on the machine is short: the next case may work
+            except Exception as error:  # one case that fails does not end a long run
                 refuse(case, _reason(error))
             if self.setting.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -80,7 +80,7 @@ class TestRingParity(DistributedTest):
     @pytest.mark.world_size([2, 4, 6])
     def test_ulysses_groups_beside_and_inside_rings(self) -> None:
         world = dist.get_world_size()
-        for size in (2, world):
+        for size in {2, world} if world < 6 else {world}:
             for heads, kv_heads in ((12, 12), (12, 1), (12, 2)):
                 if kv_heads % size and size % kv_heads:
                     continue
