@@ -167,6 +167,9 @@ class SparseRingConfig(_Strict):
     checkpoint: Literal["output", "index"] = "output"
     """What gradient checkpointing keeps per layer: index and attention output (attended once), or the index."""
 
+    layer_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a shard that pass through a decoder layer's norms, projections and MLP at once; null is all of them."""
+
     offload: OffloadConfig | None = None
     """Host memory and disk for what does not fit on the device, per rank; null is none."""
 

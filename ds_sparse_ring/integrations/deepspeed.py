@@ -144,10 +144,11 @@ class Setup:
         Raises:
             SparseRingError: memory outside the device for what checkpointed layers keep, without checkpointing.
         """
-        if self.ring.config.offload is not None and not self.gradient_checkpointing:
+        config = self.ring.config
+        if config.offload is not None and config.layer_chunk_tokens is None and not self.gradient_checkpointing:
             raise SparseRingError(
                 "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
-                "(gradient_checkpointing), or leave offload out"
+                "(gradient_checkpointing), set layer_chunk_tokens, or leave offload out"
             )
 
     def backend(self) -> str:
@@ -157,6 +158,17 @@ class Setup:
             return f"{name}, {self.dtype}"
         dense = find_dense(DenseCase(torch.device("cuda"), torch.bfloat16, head_size=128, heads=8, kv_heads=8))
         return f"{name}, {self.dtype}; full index in half precision: {dense.name if dense is not None else name}"
+
+    def checkpointing(self) -> str:
+        """What layers keep for the backward pass, and where."""
+        config = self.ring.config
+        if not self.gradient_checkpointing and config.layer_chunk_tokens is None:
+            return "off"
+        kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"
+        if config.offload is not None:
+            disk = f", then {config.offload.disk_gib:g} GiB in {config.offload.disk_path}" if config.offload.disk_path else ""
+            kept += f"; with layer inputs in host memory, up to {config.offload.host_gib:g} GiB a rank{disk}"
+        return kept if config.layer_chunk_tokens is None else f"layers in chunks of {config.layer_chunk_tokens} tokens; {kept}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -169,10 +181,6 @@ class Setup:
             ring_ranks += f"; groups of {axes.ulysses_size} exchange heads for tokens"
         sequences = self.micro_batch * self.accumulation * axes.data_size
         segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
-        kept = "index and output kept" if config.checkpoint == "output" else "index kept, attention computed again"
-        if config.offload is not None:
-            disk = f", then {config.offload.disk_gib:g} GiB in {config.offload.disk_path}" if config.offload.disk_path else ""
-            kept += f"; with layer inputs in host memory, up to {config.offload.host_gib:g} GiB a rank{disk}"
         full_index = f"full index for the first {config.dense_warmup_steps} steps" if config.dense_warmup_steps else ""
         return [
             ("ranks", f"{axes.world_size} = data axis {axes.data_size} x sequence axis {axes.sequence_size}; {ring_ranks}"),
@@ -185,7 +193,7 @@ class Setup:
             ),
             ("attention backend", self.backend()),
             ("ZeRO stage", str(self.zero_stage)),
-            ("gradient checkpointing", kept if self.gradient_checkpointing else "off"),
+            ("gradient checkpointing", self.checkpointing()),
             (
                 "sequences per step",
                 f"{sequences} = micro batch {self.micro_batch} x accumulation {self.accumulation} x data axis "

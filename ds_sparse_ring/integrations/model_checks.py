@@ -1,6 +1,9 @@
-"""Which Transformers models may attend on a ring: those whose attention is exactly what the kernels compute."""
+"""Which Transformers models and calls may attend on a ring: those whose attention is exactly what the kernels compute."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -9,6 +12,21 @@ from ds_sparse_ring.errors import SparseRingError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose attention is known to be what the kernels compute; each is trained by a test."""
+
+# Keyword arguments that reach attention and change nothing there: rotary embedding has used the positions, the loss the
+# labels.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "labels",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+    }
+)
 
 
 def check_model(config: PreTrainedConfig, ring_config: SparseRingConfig) -> None:
@@ -72,4 +90,24 @@ def _check_rope(config: PreTrainedConfig) -> None:
         raise SparseRingError(
             f'model: rope_type = "{kind}" takes rotary frequencies from the highest position that a rank sees, so '
             'the ranks would disagree: use "yarn", "llama3", "linear" or "default"'
+        )
+
+
+def check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of attention that would change the result.
+
+    Raises:
+        SparseRingError: naming them.
+    """
+    if dropout:
+        raise SparseRingError(f"attention dropout {dropout} is not supported: set config.attention_dropout = 0.0")
+    if kwargs.get("is_causal") is False:
+        raise SparseRingError("is_causal = False: only causal attention is supported")
+    known = _HARMLESS | {"is_causal"}
+    given = (key for key, value in kwargs.items() if value is not None and value is not False)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise SparseRingError(
+            f"attention does not know these arguments, which may change the result: {', '.join(unknown)}. Remove them "
+            "from the batch or the model's call; windows, soft caps, sinks and attention weights are not supported"
         )

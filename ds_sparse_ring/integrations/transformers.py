@@ -29,7 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations.model_checks import check_model
+from ds_sparse_ring.integrations.chunked_layers import disable_chunked_layers, enable_chunked_layers, is_chunked
+from ds_sparse_ring.integrations.model_checks import check_arguments, check_model
 from ds_sparse_ring.slots import checkpoint_context_fn
 
 if TYPE_CHECKING:
@@ -37,21 +38,6 @@ if TYPE_CHECKING:
 
 NAME = "sparse_ring"
 """Name of the attention implementation, and of the keyword argument that carries the sequence."""
-
-# Keyword arguments that reach attention and change nothing there: rotary embedding has used the positions, the loss the
-# labels.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "labels",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "position_ids",
-        "return_dict",
-        "shift_labels",
-        "use_cache",
-    }
-)
 
 
 def register() -> None:
@@ -70,8 +56,9 @@ class Attachment:
         self._handle = decoder.register_forward_pre_hook(_BindSequence(self), with_kwargs=True)
 
     def detach(self) -> None:
-        """Remove the hook and give the model its former attention back. Calling it again changes nothing."""
+        """Remove the hook and give the model its former attention and layers back. Calling it again changes nothing."""
         self._handle.remove()
+        disable_chunked_layers(self.model)
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation(self.before)
 
@@ -142,7 +129,7 @@ def _check_checkpointing(decoder: nn.Module) -> None:
 
 
 def attach(model: nn.Module, ring: SparseRing) -> Attachment:
-    """Let ``model`` attend on ``ring``; before or after ``deepspeed.initialize``.
+    """Let ``model`` attend on ``ring``; before or after ``deepspeed.initialize``, with ``"layer_chunk_tokens"`` before it.
 
     Args:
         model: a causal ``PreTrainedModel``, or a PEFT model around one.
@@ -180,6 +167,12 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
     if base.config._attn_implementation != NAME:
         attachment.detach()
         raise SparseRingError(f"model: {type(base).__name__} does not take its attention from AttentionInterface")
+    if ring.config.layer_chunk_tokens is not None:
+        try:
+            enable_chunked_layers(base, ring.config.layer_chunk_tokens)
+        except SparseRingError:
+            attachment.detach()
+            raise
     return attachment
 
 
@@ -239,7 +232,13 @@ def adopt_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def _checkpoint_layer(checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Checkpoint a layer. Its inputs leave the device if the ring that it attends on has an ``"offload"`` section."""
+    """Checkpoint a layer. Its inputs leave the device if the ring that it attends on has an ``"offload"`` section.
+
+    A layer that works in chunks is its own checkpoint: around it, another one would run it twice. (Transformers from 5.24 on
+    checkpoint ``forward`` of a layer's class, which such a layer does not call.)
+    """
+    if is_chunked(getattr(getattr(layer, "func", None), "__self__", None)):
+        return layer(*args)
     context = getattr(layer, "keywords", {}).get(NAME)  # Transformers has bound a layer's keyword arguments
     spill = context.spill if isinstance(context, SequenceContext) else None
     with nullcontext() if spill is None else spill.saved_tensors():
@@ -271,7 +270,7 @@ def sparse_ring_attention_forward(
     Raises:
         SparseRingError: an argument that would change the result, or training on a batch that is not sharded.
     """
-    _check_arguments(dropout, kwargs)
+    check_arguments(dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sparse_ring is None:
         if module.training and torch.is_grad_enabled():
@@ -287,21 +286,6 @@ def sparse_ring_attention_forward(
     if attention_mask is not None:
         raise SparseRingError("a sharded sequence takes no attention mask; SparseRing.sequence_batch removes padding")
     return sparse_ring_attention(query, key, value, sparse_ring, layer=module.layer_idx, scale=scale), None
-
-
-def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
-    if dropout:
-        raise SparseRingError(f"attention dropout {dropout} is not supported: set config.attention_dropout = 0.0")
-    if kwargs.get("is_causal") is False:
-        raise SparseRingError("is_causal = False: only causal attention is supported")
-    known = _HARMLESS | {"is_causal"}
-    given = (key for key, value in kwargs.items() if value is not None and value is not False)
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise SparseRingError(
-            f"attention does not know these arguments, which may change the result: {', '.join(unknown)}. Remove them "
-            "from the batch or the model's call; windows, soft caps, sinks and attention weights are not supported"
-        )
 
 
 def sparse_ring_mask(

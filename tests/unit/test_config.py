@@ -47,6 +47,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "dense_warmup_steps": 0,
         "eval_full_index": False,
         "checkpoint": "output",
+        "layer_chunk_tokens": None,
         "offload": None,
         "true_recall_rows": 0,
         "timeout_s": 600.0,
@@ -70,7 +71,8 @@ def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
         {"selector": {"kind": "fixed", "columns": 0, "slashes": 0}, "heads_per_pattern": 2},
         {"selector": {"kind": "full"}, "eval_full_index": True, "dense_warmup_steps": 100, "sink_tokens": 0},
         {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
-        {"offload": {"host_gib": 64}},
+        {"layer_chunk_tokens": 1},
+        {"layer_chunk_tokens": 16384, "offload": {"host_gib": 64}},
         {"offload": {"host_gib": 0.5, "disk_path": "/nvme", "disk_gib": 100, "staging_gib": 1}},
     ],
 )
@@ -133,6 +135,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"selector": {"kind": "top_p", "min_slashes": 2, "max_slashes": 1}},
         ["sparse_ring.selector.min_slashes = 2 is above max_slashes = 1"],
     ),
+    ({"layer_chunk_tokens": 0}, ["sparse_ring.layer_chunk_tokens = 0", "greater than or equal to 1"]),
+    ({"chunk_tokens": 4096}, ["sparse_ring.chunk_tokens is unknown", 'did you mean "layer_chunk_tokens"?']),
     # memory outside the device
     ({"offload": {}}, ["sparse_ring.offload.host_gib is missing", "Pinned host memory, for each rank; GiB"]),
     ({"offload": {"host_gib": 0}}, ["sparse_ring.offload.host_gib = 0", "greater than 0"]),

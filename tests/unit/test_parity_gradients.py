@@ -95,7 +95,8 @@ class Run:
 
     def reference_ring(self) -> SparseRing | None:
         """For a sparse index, the ring of one rank that chooses it. Every rank calls this."""
-        values = {key: x for key, x in self.ring_values.items() if key not in ("ulysses_degree", "inner_degree", "inner")}
+        of_this_run = ("ulysses_degree", "inner_degree", "inner", "layer_chunk_tokens", "offload")
+        values = {key: x for key, x in self.ring_values.items() if key not in of_this_run}
         return None if self.selector == "full" else single_ring(self.selector, **values)
 
 
@@ -217,14 +218,15 @@ class TestWhatElseMustNotChangeGradients(DistributedTest):
         assert loss == 0
         assert all(bool((gradient == 0).all()) for gradient in gradients.values())
 
-    def test_frozen_parameters_under_zero3_with_checkpointing(self) -> None:
+    @pytest.mark.parametrize("chunk_tokens", [None, 50])
+    def test_frozen_parameters_under_zero3_with_checkpointing(self, chunk_tokens: int | None) -> None:
         model = tiny_model()
         trained = [p for name, p in model.named_parameters() if "v_proj" in name]
         model.requires_grad_(False)
         for parameter in trained:
             parameter.requires_grad_(True)
         enable_gradient_checkpointing(model)
-        ring = SparseRing(SparseRingConfig(**section("price")))
+        ring = SparseRing(SparseRingConfig(**section("price", layer_chunk_tokens=chunk_tokens)))
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": ZERO["zero3_reduce_scatter"],

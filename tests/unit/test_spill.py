@@ -24,9 +24,11 @@ ROWS = [Row((290,)), Row((130, 157, 3))]
 GIB_OF_A_MIB = 1 / 1024
 
 
-def _train(zero: int, offload: dict[str, Any] | None, keep: str, steps: int = 5) -> tuple[list[torch.Tensor], SparseRing]:
+def _train(
+    zero: int, offload: dict[str, Any] | None, keep: str, steps: int = 5, chunk_tokens: int | None = None
+) -> tuple[list[torch.Tensor], SparseRing]:
     """Losses and gradient norms of some steps, and the weights at last."""
-    ring = SparseRing(SparseRingConfig(**section("price", offload=offload, checkpoint=keep)))
+    ring = SparseRing(SparseRingConfig(**section("price", offload=offload, checkpoint=keep, layer_chunk_tokens=chunk_tokens)))
     model = tiny_model()
     enable_gradient_checkpointing(model)
     config = {
@@ -51,10 +53,10 @@ def _train(zero: int, offload: dict[str, Any] | None, keep: str, steps: int = 5)
 class TestTraining(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize(("zero", "keep"), [(3, "output"), (2, "index")])
-    def test_gives_the_same_bits_with_and_without_offload(self, zero: int, keep: str) -> None:
-        expected, _ = _train(zero, None, keep)
-        got, ring = _train(zero, {"host_gib": GIB_OF_A_MIB}, keep)
+    @pytest.mark.parametrize(("zero", "keep", "chunk_tokens"), [(3, "output", None), (2, "index", None), (3, "output", 50)])
+    def test_gives_the_same_bits_with_and_without_offload(self, zero: int, keep: str, chunk_tokens: int | None) -> None:
+        expected, _ = _train(zero, None, keep, chunk_tokens=chunk_tokens)
+        got, ring = _train(zero, {"host_gib": GIB_OF_A_MIB}, keep, chunk_tokens=chunk_tokens)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert ring.spill is not None and ring.spill.store is not None
         numbers = ring.spill.store.numbers()
