@@ -7,6 +7,7 @@ out: it overlaps with long sequences. Times in ms, sizes in bytes, of one rank.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -194,17 +195,22 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
+    offload = config.offload
+    page_blocks = None if offload is None or offload.kv_page_tokens is None else offload.kv_page_tokens // BLOCK
     full = isinstance(config.selector, FullSelector)
     rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
 
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
         work = Work(pair_ms, job.density, job.columns, _BF16 * shard, _FP32 * shard)
-        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward, kind=kind)
+        links = Links.of(hardware, ulysses)
+        return simulate_pass(layout, inner, work, links, backward=backward, kind=kind, page_blocks=page_blocks)
 
     forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
-    # hops, transfers and buffers are the same for any number of blocks
-    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * layout.ranks), inner, kind)
+    # a page's hops and transfers are the same for any number of blocks, the buffers for any number of pages from 3 on
+    share = 1.0 if page_blocks is None else min(1.0, page_blocks / layout.blocks_per_rank)
+    pages = min(3, math.ceil(1 / share))
+    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * pages * layout.ranks), inner, kind, 2)
     local = layout.local_tokens // ulysses
     return Estimate(
         schedule,
@@ -215,8 +221,8 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         columns_ms=_columns_ms(job, heads, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
         layers=model.num_hidden_layers,
-        memory=_memory(job, local, _BF16 * shard, report) + _column_bytes(job, heads),
-        host_memory=_kept(job, local) if job.config.offload is not None else 0.0,
+        memory=_memory(job, local, share * _BF16 * shard, report) + _column_bytes(job, heads),
+        host_memory=(_kept(job, local) if offload is not None else 0.0) + (_BF16 * shard if page_blocks is not None else 0.0),
         report=report,
     )
 
@@ -263,7 +269,7 @@ def _kept(job: Job, local: int) -> float:
     return model.num_hidden_layers * local * (model.hidden_size + attention) * _BF16
 
 
-def _memory(job: Job, local: int, kv_bytes: float, report: PlanReport) -> float:
+def _memory(job: Job, local: int, page_bytes: float, report: PlanReport) -> float:
     """Weights, gradients and optimizer as ZeRO divides them; kept layer inputs and attention outputs; one layer at work."""
     model, world, stage = job.model, job.world, job.zero_stage
     weights, gradients, optimizer = (world if stage >= least else 1 for least in (3, 2, 1))
@@ -273,6 +279,6 @@ def _memory(job: Job, local: int, kv_bytes: float, report: PlanReport) -> float:
     if job.config.offload is not None:  # only what is on its way: out, or back for the layers that are next
         kept *= min(1.0, _IN_FLIGHT_LAYERS / model.num_hidden_layers)
     layer = local * (6 * model.hidden_size + 3 * attention + 7 * model.intermediate_size) * _BF16
-    buffers = report.backward.kv_buffers * kv_bytes + report.backward.gradient_buffers * 2 * kv_bytes
+    buffers = report.backward.kv_buffers * page_bytes + report.backward.gradient_buffers * 2 * page_bytes
     logits = min(local, job.loss_tile) * model.vocab_size * (_BF16 + 2 * _FP32)
     return states * model.parameters + kept + layer + buffers + logits

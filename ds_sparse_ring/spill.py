@@ -47,26 +47,34 @@ class Spill:
         Raises:
             SparseRingError: no room, naming what would help.
         """
-        spilled, store = Spilled(self, len(tensors)), self._store_of(tensors[0])
+        spilled = Spilled(self, len(tensors))
         for key, x in zip(spilled.keys, tensors, strict=True):
-            fits = store.room("host") >= x.numel() * x.element_size()
-            tier: Tier = "host" if fits or self._config.disk_path is None else "disk"
-            store.put(key, x, tier, owner=spilled)
+            self.put(key, x, owner=spilled)
         with self._lock:
             self._kept = [ref for ref in self._kept if ref() is not None]
             self._kept.append(weakref.ref(spilled))
         return spilled
 
+    def put(self, key: int, x: Tensor, *, owner: object) -> None:
+        """Copy one tensor out of the device under one of ``numbers``; nothing but its owner lets it go.
+
+        Raises:
+            SparseRingError: no room, naming what would help.
+        """
+        store = self._store_of(x)
+        fits = store.room("host") >= x.numel() * x.element_size()
+        tier: Tier = "host" if fits or self._config.disk_path is None else "disk"
+        store.put(key, x, tier, owner=owner)
+
     def take(self, spilled: Spilled) -> list[Tensor]:
         """The tensors on the device, for the current stream."""
-        assert self._store is not None
-        tensors = [self._store.get(key) for key in spilled.keys]
+        tensors = [self.opened.get(key) for key in spilled.keys]
         with self._lock:
             waiting = [other for ref in self._kept if (other := ref()) is not None and other is not spilled]
             self._kept = [weakref.ref(other) for other in waiting]
         for other in reversed(waiting[-_AHEAD:]):
             for key in other.keys:
-                self._store.prefetch(key)
+                self.opened.prefetch(key)
         return tensors
 
     def saved_tensors(self) -> saved_tensors_hooks:
@@ -76,6 +84,12 @@ class Spill:
     @property
     def store(self) -> Store | None:
         """Where the tensors are; None before the first one."""
+        return self._store
+
+    @property
+    def opened(self) -> Store:
+        """Where the tensors are, once there is one."""
+        assert self._store is not None
         return self._store
 
     def _pack(self, x: Tensor) -> Any:

@@ -124,6 +124,20 @@ def test_offload_moves_what_layers_keep_from_the_device_to_the_host() -> None:
     assert on_device.memory - offloaded.memory == pytest.approx(kept * 32 / 36), "four layers are on their way"
 
 
+def test_pages_save_buffers_on_the_device_and_cost_host_memory() -> None:
+    job = _job(4, 1 << 20, density=0.05)
+    estimates = []
+    for page in (None, 1 << 15, 1 << 20):
+        config = SparseRingConfig.model_validate({"offload": {"host_gib": 90, "kv_page_tokens": page}})
+        estimates.append(estimate(replace(job, config=config), Schedule()))
+    whole, paged, one_page = estimates
+    kv_bytes = 2 * 2 * 128 * (1 << 18) * 2  # of a shard of a layer, bfloat16; gradients are twice as much
+    assert paged.host_memory - whole.host_memory == kv_bytes
+    assert whole.memory - paged.memory == pytest.approx((2 + 3 * 2) * kv_bytes - (3 + 3 * 2) * kv_bytes / 8)
+    assert one_page.memory == whole.memory
+    assert paged.step_ms == pytest.approx(whole.step_ms, rel=0.02)
+
+
 def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     long, short = (SparseRingConfig(segment_tokens=tokens) for tokens in (16384, 1024))  # short ones have more columns
     few, many = (estimate(_job(2, config=config, density=0.03, columns=0.03), Schedule()) for config in (long, short))
