@@ -118,7 +118,7 @@ class _SparseRingAttention(torch.autograd.Function):
             o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
             # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
             with context.meter.timed("attention"):
-                kept.arriving[:] = [ColumnGather(k, v, index, context)]
+                kept.arriving[:] = [ColumnGather(k, v, index, context).start()]
                 if pages is not None:
                     pages.put_all(kv)
             columns = None
@@ -276,6 +276,7 @@ def ring_forward(
         if hop.kv_ahead is not None:
             ahead.append(ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD))
         arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
+        columns.start()
         column_kv = columns.wait() if any(pair.last for pair in hop.work) else None
         with ring.computing():
             for pair in hop.work:
@@ -325,7 +326,7 @@ def ring_backward(
     acc, plan = accumulator_dtype(q.dtype), context.plan
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
-    d_columns = ColumnReturn(columns, acc, index, context)
+    d_columns = ColumnReturn(columns, acc, keys.heads, index, context)
     arriving, ahead = deque[Exchange](), deque[Exchange]()
     homeward, returns = _Homeward(ring), _Returns(ring, plan, d_columns, dkv_dtype)
     for hop in ring.hops(plan):

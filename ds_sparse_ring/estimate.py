@@ -218,10 +218,10 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         backward,
         index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
-        columns_ms=_columns_ms(job, heads, layout.ranks, forward, backward),
+        columns_ms=_columns_ms(job, _rows(job, heads, kv_heads), shard, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
         layers=model.num_hidden_layers,
-        memory=_memory(job, local, share * _BF16 * shard, report) + _column_bytes(job, heads),
+        memory=_memory(job, local, share * _BF16 * shard, report) + _column_bytes(job, heads, kv_heads, layout.ranks),
         host_memory=(_kept(job, local) if offload is not None else 0.0) + (_BF16 * shard if page_blocks is not None else 0.0),
         report=report,
     )
@@ -244,22 +244,37 @@ def _columns(job: Job, heads: int) -> float:
     return heads * job.columns * job.tokens**2 / 2 / min(job.tokens, job.config.segment_tokens or job.tokens)
 
 
-def _column_bytes(job: Job, heads: int) -> float:
-    """Tokens of the columns of all layers, and of the layer at work their keys and values, gathered, and gradients."""
-    return _columns(job, heads) * (_INT64 * job.model.num_hidden_layers + 2 * job.model.head_size * (_BF16 + _FP32))
+def _rows(job: Job, heads: int, kv_heads: int) -> float:
+    """Distinct rows (key/value head, token) of a layer's columns, as many as columns in random places name.
+
+    Fewer in practice, where heads of a group and segments agree on tokens.
+    """
+    rows = kv_heads * job.tokens
+    return -rows * math.expm1(-_columns(job, heads) / rows)
 
 
-def _columns_ms(job: Job, heads: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
-    """What the sums of columns over the ring take beyond the hops that they run beside: all but one of each pass."""
+def _column_bytes(job: Job, heads: int, kv_heads: int, ranks: int) -> float:
+    """Tokens of the columns of all layers; of the layer at work their keys and values, gathered, and gradients, also as rows."""
+    size = 2 * job.model.head_size
+    travelling = _rows(job, heads, kv_heads) * size * _FP32 if ranks > 1 else 0.0
+    return _columns(job, heads) * (_INT64 * job.model.num_hidden_layers + size * (_BF16 + _FP32)) + travelling
+
+
+def _columns_ms(job: Job, rows: float, shard: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
+    """What gathering distinct rows, and sharing out their gradients' sums, take beyond the hops beside: all but one of a pass.
+
+    Args:
+        shard: elements of a rank's keys and values, which the hops send over the same links.
+    """
     if ranks == 1:
         return 0.0
-    columns, machine = _columns(job, heads), job.hardware
+    machine = job.hardware
     rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
     waits = 0.0
-    for run, element in ((forward, _BF16), (backward, _FP32)):
-        sent = 2 * (ranks - 1) / ranks * 2 * columns * job.model.head_size * element
+    for run, element, of_hops in ((forward, _BF16, _BF16), (backward, _FP32, _BF16 + _FP32)):
+        sent = (ranks - 1) / ranks * 2 * rows * job.model.head_size * element + (ranks - 1) * shard * of_hops
         waits += max(0.0, machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
-    return waits
+    return waits if rows else 0.0
 
 
 def _kept(job: Job, local: int) -> float:

@@ -184,6 +184,11 @@ class Layout:
             held |= present
         return row, held
 
+    def shard_rows(self, tokens: Tensor) -> Tensor:
+        """Rows of global token ids in the shards of all ranks, one after the other: ``rank * local_tokens + local row``."""
+        places = _block_places(self, tokens.device)
+        return places[torch.div(tokens, BLOCK, rounding_mode="floor")] * BLOCK + tokens % BLOCK
+
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rank's part of a global tensor with ``blocks * BLOCK`` entries along ``dim``."""
         if x.shape[dim] != self.blocks * BLOCK:
@@ -207,3 +212,13 @@ class Layout:
 @torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
 def _token_ids(layout: Layout, rank: int) -> Tensor:
     return (layout.block_ids(rank)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _block_places(layout: Layout, device: torch.device) -> Tensor:
+    """Place of each global block in the shards of all ranks, one after the other, int64 ``[blocks]``."""
+    order = torch.cat([layout.block_ids(rank) for rank in range(layout.ranks)])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel())
+    return places.to(device)

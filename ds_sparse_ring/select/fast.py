@@ -477,7 +477,8 @@ def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, tied: _Tied | Non
         source = probe.tables.segments[:, fields.SOURCE].clamp(min=0)
         run = source[:, None] * probe.patterns + torch.arange(probe.patterns, device=row.device)
         keys = torch.cat([keys, candidates[rank < tied.keep[run.flatten()[row]]]])
-    keys = torch.unique(keys)  # sorted; a sink may be tied, too
+    # a sink may be tied, too; otherwise every rank has others, and the host need not wait for how many are left
+    keys = torch.unique(keys) if tied is not None else keys.sort().values
     ptr = torch.searchsorted(keys >> VALUE_BITS, torch.arange(rows + 1, device=keys.device))
     return ptr, keys & ((1 << VALUE_BITS) - 1)
 

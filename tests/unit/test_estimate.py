@@ -139,11 +139,16 @@ def test_pages_save_buffers_on_the_device_and_cost_host_memory() -> None:
 
 
 def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
-    long, short = (SparseRingConfig(segment_tokens=tokens) for tokens in (16384, 1024))  # short ones have more columns
-    few, many = (estimate(_job(2, config=config, density=0.03, columns=0.03), Schedule()) for config in (long, short))
-    assert few.columns_ms == 0 < many.columns_ms
-    assert many.exposed > few.exposed
-    assert estimate(_job(1, config=short, density=0.03, columns=0.03), Schedule()).columns_ms == 0
+    def columns_ms(segment: int, share: float, gb_s: float, world: int = 2) -> float:
+        job = _job(world, config=SparseRingConfig(segment_tokens=segment), density=0.03, columns=share)
+        links = job.hardware.model_copy(update={"inner_gb_s": gb_s})
+        return estimate(replace(job, hardware=links), Schedule()).columns_ms
+
+    assert columns_ms(1024, 0.03, 300) == 0 < columns_ms(16384, 0.01, 20)
+    assert columns_ms(1024, 0.03, 20, world=1) == columns_ms(1024, 0.0, 20) == 0
+    # short segments have more columns, but the rows of two key/value heads that these can name come to an end
+    many, more = columns_ms(2048, 0.01, 20), columns_ms(1024, 0.01, 20)
+    assert 2 * columns_ms(16384, 0.01, 20) < many < more < 1.1 * many
 
 
 def test_the_plan_shows_what_is_offloaded_and_whether_it_fits(tmp_path: Path) -> None:
