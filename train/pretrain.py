@@ -30,13 +30,13 @@ from transformers.integrations import HfDeepSpeedConfig
 from ds_sparse_ring.batch import IGNORE, causal_triangle
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import ModelShape
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
 from ds_sparse_ring.integrations.rate import TokenRate
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
+from ds_sparse_ring.job import ModelShape
 from ds_sparse_ring.run_log import RunJob
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.data import PackedCollator, packed_dataset
