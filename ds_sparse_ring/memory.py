@@ -26,6 +26,9 @@ _GIB = 2**30
 _LOGIT_BYTES = 3 * _FP32
 """Of a word of a tile in the loss's backward pass: log-softmax, its gradient and that of the logits."""
 
+_TOLERANCE = 1.1
+"""Predictions were at most 5 % above what was measured."""
+
 MAX_SEQUENCE_UNIT = 4096
 """Tokens; `longest_sequence` answers with a multiple."""
 
@@ -215,6 +218,36 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
 def _loss(job: Job, n: int) -> float:
     """The last layer and the loss on a tile, with the hidden states and their gradients."""
     return min(n, job.loss_tile) * job.model.vocab_size * _LOGIT_BYTES + 2 * n * job.model.hidden_size * _BF16
+
+
+def refuse_misfit(job: Job, schedule: Schedule, device_bytes: float | None) -> None:
+    """Refuse what cannot be trained, before it costs anything: a prediction far above the device, or inputs without room.
+
+    Args:
+        job: what will run; ``hardware`` and ``density`` are not looked at. device_bytes: of the device; None: it is not checked.
+
+    Raises:
+        SparseRingError: naming bytes and ways out.
+    """
+    memory = memory_of(job, schedule)
+    if memory.misfit:
+        raise SparseRingError(memory.misfit)
+    if device_bytes is None or memory.device <= _TOLERANCE * device_bytes:
+        return
+    parts = ", ".join(f"{name} {nbytes:.0f}" for name, nbytes in sorted(memory.parts.items(), key=lambda part: -part[1]))
+    ways = [
+        "more ranks to a sequence (degree)",
+        *["a higher ZeRO stage"] * (job.zero_stage < 3),
+        *["sparse_ring.layer_chunk_tokens (16384)"] * (job.config.layer_chunk_tokens is None),
+        *["sparse_ring.offload.host_gib"] * (job.config.offload is None),
+        *["zero_optimization.offload_optimizer"] * (job.optimizer_on == "device"),
+        "shorter sequences",
+    ]
+    raise SparseRingError(
+        f"{job.tokens} tokens on {job.world} ranks need about {memory.device:.0f} bytes ({memory.device / _GIB:.1f} GiB) of each "
+        f"device, which has {device_bytes:.0f} ({device_bytes / _GIB:.1f} GiB): {parts}. Ways out: {', '.join(ways)}; "
+        "`ds-sparse-ring plan --max-seq` shows what would fit"
+    )
 
 
 def longest_sequence(job: Job) -> tuple[int, Schedule | None, list[str]]:

@@ -16,7 +16,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import SHAPES, Job, Schedule, load_shape, schedules, states_of
-from ds_sparse_ring.memory import Memory, longest_sequence, memory_of
+from ds_sparse_ring.memory import Memory, longest_sequence, memory_of, refuse_misfit
 from ds_sparse_ring.plan_report import parse_tokens
 
 FULL = SparseRingConfig(selector={"kind": "full"})
@@ -164,6 +164,22 @@ def test_layers_in_chunks_need_less_and_fit_longer_sequences() -> None:
     job = _job(1, long, config=chunked, density=0.05)
     assert not memory_of(job, Schedule()).misfits(job.hardware)
     assert memory_of(replace(job, tokens=long + 4096), Schedule()).misfits(job.hardware)
+
+
+def test_what_cannot_fit_is_refused_with_bytes_and_ways_out() -> None:
+    job, gib = _job(2, 524288), 2**30
+    needed = memory_of(job, Schedule()).device
+    refuse_misfit(job, Schedule(), needed / 1.09)
+    refuse_misfit(job, Schedule(), None)
+    with pytest.raises(
+        SparseRingError, match=rf"524288 tokens on 2 ranks need about {needed:.0f} bytes .*kept by layers"
+    ) as caught:
+        refuse_misfit(job, Schedule(), needed / 1.11)
+    assert all(
+        way in str(caught.value) for way in ("degree", "ZeRO", "layer_chunk_tokens", "offload.host_gib", "offload_optimizer")
+    )
+    with pytest.raises(SparseRingError, match="needs 19327352832 bytes .*host_gib to 18 or more"):
+        refuse_misfit(replace(job, config=_offload(host_gib=10), tokens=262144), Schedule(), 999 * gib)
 
 
 def test_states_go_where_deepspeed_puts_them() -> None:
