@@ -61,14 +61,15 @@ class ColumnReturn:
         if self._both is not None:
             self._sum = self._context.axes.column_sum(self._both)
 
-    def add_to(self, dkv: Tensor, k: Tensor) -> None:
-        """Wait for the others' parts and add the sum to this rank's gradients ``[2, K, n, D]``."""
+    def add_to(self, dkv: Tensor, first: int = 0) -> None:
+        """Wait for the others' parts and add the sum to this rank's gradients ``[2, K, m, D]`` of rows from ``first`` on."""
         if self._sum is None:
             return
         assert isinstance(self._index, VerticalSlash)
         with self._context.meter.timed("columns"):
             total = self._sum.wait()
-        row, held, kv_head = _places(k, self._index, self._context)
+        row, held, kv_head = _places(dkv[0], self._index, self._context)
+        row, held = row - first, held & (row >= first) & (row < first + dkv.shape[2])
         place = torch.where(held, kv_head * dkv.shape[2] + row, -1)
         self._context.kernel.add_rows(dkv.flatten(1, 2), place, total)  # columns of several patterns, segments may be one token
 

@@ -11,7 +11,7 @@ from ds_sparse_ring.config import Selector, SparseRingConfig
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import Kernel
-from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.plan import RingPlan, ring_plan
 from ds_sparse_ring.spill import Graph
@@ -49,7 +49,13 @@ class SequenceContext:
     @property
     def plan(self) -> RingPlan:
         """This process's hops."""
-        return ring_plan(self.layout, self.rank, self.axes.inner_size, self.axes.inner_kind)
+        return ring_plan(self.layout, self.rank, self.axes.inner_size, self.axes.inner_kind, self.page_blocks)
+
+    @property
+    def page_blocks(self) -> int | None:
+        """Blocks of a page of keys and values in host memory; None: they stay on the device."""
+        offload = self.config.offload
+        return None if offload is None or offload.kv_page_tokens is None else offload.kv_page_tokens // BLOCK
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).

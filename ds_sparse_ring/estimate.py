@@ -65,13 +65,16 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
+    offload = config.offload
+    page_blocks = None if offload is None or offload.kv_page_tokens is None else offload.kv_page_tokens // BLOCK
     full = isinstance(config.selector, FullSelector)
     rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
 
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
         work = Work(pair_ms, job.density, job.columns, _BF16 * shard, _FP32 * shard)
-        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward, kind=kind)
+        links = Links.of(hardware, ulysses)
+        return simulate_pass(layout, inner, work, links, backward=backward, kind=kind, page_blocks=page_blocks)
 
     forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
     local, report, memory = layout.local_tokens // ulysses, plan_report(job, schedule), memory_of(job, schedule)

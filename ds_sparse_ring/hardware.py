@@ -39,6 +39,8 @@ class Hardware(BaseModel):
     """Link of one GPU to another one of its node, and of another node."""
     latency_ms: float
     """Of one transfer."""
+    host_gb_s: float = 50
+    """From pinned host memory to one GPU."""
     index_share: float
     """Time for choosing the index over that of the sparse attention of one layer, both passes."""
 
@@ -54,6 +56,7 @@ _A100: dict[str, Any] = {
     "inner_gb_s": 200,
     "outer_gb_s": 22,
     "latency_ms": 0.08,
+    "host_gb_s": 25,
     "index_share": 0.05,
 }
 _H200: dict[str, Any] = {
@@ -67,6 +70,7 @@ _H200: dict[str, Any] = {
     "inner_gb_s": 300,
     "outer_gb_s": 45,
     "latency_ms": 0.08,
+    "host_gb_s": 55,
     "index_share": 0.04,
 }
 _CPU: dict[str, Any] = {
@@ -80,6 +84,7 @@ _CPU: dict[str, Any] = {
     "inner_gb_s": 2,
     "outer_gb_s": 1,
     "latency_ms": 0.2,
+    "host_gb_s": 10,
     "index_share": 1.0,
 }
 _PROFILES = [

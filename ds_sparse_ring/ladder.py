@@ -12,7 +12,7 @@ gives at least as many outputs room below as it takes it from above.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Literal
@@ -35,16 +35,19 @@ class KeptBytes:
     """What one layer keeps of one token, or of a shard; bytes.
 
     Attributes:
-        layers: how many there are. output: attention's output and its log-sum-exp.
+        layers: how many there are. output: attention's output and its log-sum-exp. pages: keys and values, if these are in host
+            memory while a layer is at work (``kv_page_tokens``); that is reserved.
     """
 
     layers: int
     input: int
     output: tuple[int, ...]
+    pages: int = 0
 
     def of_shard(self, tokens: int) -> KeptBytes:
         """Of so many tokens, each tensor in whole units."""
-        return KeptBytes(self.layers, _padded(self.input * tokens), tuple(_padded(nbytes * tokens) for nbytes in self.output))
+        output = tuple(_padded(nbytes * tokens) for nbytes in self.output)
+        return KeptBytes(self.layers, _padded(self.input * tokens), output, _padded(self.pages * tokens) if self.pages else 0)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ class Ladder:
     outputs: tuple[Place, ...]
 
     def used(self, place: Place) -> int:
-        """Bytes there."""
-        return self.inputs.count(place) * self.shard.input + self.outputs.count(place) * sum(self.shard.output)
+        """Bytes there, at most."""
+        pages = self.shard.pages if place == "host" else 0
+        return pages + self.inputs.count(place) * self.shard.input + self.outputs.count(place) * sum(self.shard.output)
 
     @property
     def recomputed(self) -> int:
@@ -111,6 +115,7 @@ def make_ladder(per_token: KeptBytes, tokens: int, budgets: Budgets, *, keep_out
         SparseRingError: the inputs do not fit, naming bytes and ways out.
     """
     shard = per_token.of_shard(tokens)
+    given, budgets = budgets, replace(budgets, host=max(0, budgets.host - shard.pages))
     room = {tier: budgets.room(tier, shard.input) for tier in TIERS}
     inputs = _fill(shard.layers, shard.input, room)
     if len(inputs) < shard.layers:
@@ -119,7 +124,7 @@ def make_ladder(per_token: KeptBytes, tokens: int, budgets: Budgets, *, keep_out
         room["disk"] = 0
     outputs = _fill(shard.layers, sum(shard.output), room) if keep_outputs else []
     again: list[Place] = ["recompute"] * (shard.layers - len(outputs))
-    return Ladder(shard, budgets, tuple(reversed(inputs)), tuple(again + outputs[::-1]))
+    return Ladder(shard, given, tuple(reversed(inputs)), tuple(again + outputs[::-1]))
 
 
 def _fill(layers: int, nbytes: int, room: dict[Place, int]) -> list[Place]:
@@ -135,14 +140,15 @@ def _fill(layers: int, nbytes: int, room: dict[Place, int]) -> list[Place]:
 def _too_much(shard: KeptBytes, budgets: Budgets, tokens: int) -> str:
     needed, fit = shard.layers * shard.input, {tier: budgets.room(tier, shard.input) // shard.input for tier in TIERS}
     left = shard.layers - sum(fit.values())
-    host = -(-(budgets.host + left * shard.input) * 10 // _GIB) / 10
+    host = -(-(budgets.host + shard.pages + left * shard.input) * 10 // _GIB) / 10
+    pages = f", {shard.pages} more are reserved for keys and values" if shard.pages else ""
     disk = "a larger disk_gib" if budgets.disk else "disk_path and disk_gib"
     if budgets.disk and shard.input > budgets.staging:
         disk = f"staging_gib of at least {2 * shard.input / _GIB:.2g}, through which they pass to the disk"
     return (
         f"sparse_ring.offload: the inputs of {shard.layers} checkpointed layers for {tokens} tokens a rank needs {needed} bytes "
         f"({needed / _GIB:.2f} GiB, {shard.input} bytes a layer), and there is room for {fit['device']} of them on the device "
-        f"({budgets.device} bytes), {fit['host']} in host memory ({budgets.host} bytes) and {fit['disk']} on the disk "
+        f"({budgets.device} bytes), {fit['host']} in host memory ({budgets.host} bytes{pages}) and {fit['disk']} on the disk "
         f"({budgets.disk} bytes): set host_gib to {host:g} or more, {disk}, a device_gib that the device has free, or share a "
         "sequence among more ranks (degree)"
     )

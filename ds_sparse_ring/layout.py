@@ -98,6 +98,12 @@ class Span:
         start = self.map.start + self.map.stride * (low - self.local_begin)
         return Span(low - begin, high - low, BlockMap(self.map.stride, start))
 
+    def since(self, block: int) -> Span:
+        """The part whose global blocks are not below ``block``; counted from where the span is."""
+        before = max(0, -((self.first - block) // self.map.stride))
+        start = self.map.start + self.map.stride * before
+        return Span(self.local_begin + before, self.blocks - before, BlockMap(self.map.stride, start))
+
 
 @dataclass(frozen=True)
 class Layout:

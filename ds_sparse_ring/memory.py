@@ -9,10 +9,12 @@ Tensors of a layer are counted in elements per token: W hidden size, I intermedi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
@@ -62,10 +64,12 @@ class Memory:
         return found
 
 
-def kept_bytes(model: ModelShape) -> KeptBytes:
+def kept_bytes(model: ModelShape, config: SparseRingConfig, ulysses: int) -> KeptBytes:
     """What a layer keeps of a token in half precision."""
-    heads = model.num_attention_heads
-    return KeptBytes(model.num_hidden_layers, _BF16 * model.hidden_size, (_BF16 * heads * model.head_size, _FP32 * heads))
+    heads, paged = model.num_attention_heads, config.offload is not None and config.offload.kv_page_tokens is not None
+    pages = 2 * max(model.num_key_value_heads, ulysses) * model.head_size * _BF16 if paged else 0
+    output = _BF16 * heads * model.head_size, _FP32 * heads
+    return KeptBytes(model.num_hidden_layers, _BF16 * model.hidden_size, output, pages)
 
 
 def local_tokens(job: Job, schedule: Schedule) -> int:
@@ -76,14 +80,26 @@ def local_tokens(job: Job, schedule: Schedule) -> int:
 
 
 def plan_report(job: Job, schedule: Schedule) -> PlanReport:
-    """Hops, transfers and buffers of a schedule, which are the same for any number of blocks."""
+    """Hops, transfers and buffers of a schedule: a page's are the same for any number of blocks.
+
+    Buffers are the same for any number of pages from 3 on.
+    """
     ranks = job.config.check_degree(job.world) // schedule.ulysses
-    return _checked(job.config.layout, ranks, schedule.inner, schedule.kind)
+    pages = min(3, math.ceil(1 / page_share(job, schedule)))
+    return _checked(job.config.layout, ranks, schedule.inner, schedule.kind, pages)
+
+
+def page_share(job: Job, schedule: Schedule) -> float:
+    """Of a shard of keys and values, what a page is; 1 without pages."""
+    offload = job.config.offload
+    if offload is None or offload.kv_page_tokens is None:
+        return 1.0
+    return min(1.0, offload.kv_page_tokens / (local_tokens(job, schedule) * schedule.ulysses))
 
 
 @lru_cache(maxsize=256)
-def _checked(kind: LayoutKind, ranks: int, inner: int | None, how: InnerKind) -> PlanReport:
-    return check_plans(Layout.for_blocks(kind, ranks, 2 * ranks), inner, how)
+def _checked(kind: LayoutKind, ranks: int, inner: int | None, how: InnerKind, pages: int) -> PlanReport:
+    return check_plans(Layout.for_blocks(kind, ranks, 2 * pages * ranks), inner, how, 2)
 
 
 def memory_of(job: Job, schedule: Schedule) -> Memory:
@@ -94,13 +110,14 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
     """
     model, n = job.model, local_tokens(job, schedule)
     on_device, host, disk = _states(job)
-    ladder, misfit = _ladder(job, n)
+    kept = kept_bytes(model, job.config, schedule.ulysses)
+    ladder, misfit = _ladder(job, kept, n)
     attends_again = ladder is not None and ladder.recomputed > 0 or job.config.checkpoint == "index"
     layer = max(_layer(job, schedule, n, attends_again), _loss(job, n))
     columns = columns_of(job, model.num_attention_heads // schedule.ulysses)
     parts = {
         **on_device,
-        "kept by layers": _kept_on_device(job, ladder, n),
+        "kept by layers": _kept_on_device(job, ladder, kept.of_shard(n)),
         "one layer at work": layer,
         "tokens of columns": columns * _INT64 * model.num_hidden_layers,
         "rotary tables": 2 * n * model.head_size * _BF16,
@@ -143,22 +160,21 @@ def _states(job: Job) -> tuple[dict[str, float], float, float]:
     return parts, places["host"], places["disk"]
 
 
-def _ladder(job: Job, n: int) -> tuple[Ladder | None, str]:
+def _ladder(job: Job, kept: KeptBytes, n: int) -> tuple[Ladder | None, str]:
     """As training makes it; if inputs do not fit, that of a host that is large enough, and the error."""
     if job.config.offload is None:
         return None, ""
-    kept, budgets, outputs = kept_bytes(job.model), Budgets.of(job.config.offload), job.config.checkpoint == "output"
+    budgets, outputs = Budgets.of(job.config.offload), job.config.checkpoint == "output"
     try:
         return make_ladder(kept, n, budgets, keep_outputs=outputs), ""
     except SparseRingError as error:
         shard = kept.of_shard(n)
-        enough = shard.layers * (shard.input + sum(shard.output))
+        enough = shard.pages + shard.layers * (shard.input + sum(shard.output))
         return make_ladder(kept, n, replace(budgets, host=enough), keep_outputs=outputs), str(error)
 
 
-def _kept_on_device(job: Job, ladder: Ladder | None, n: int) -> float:
+def _kept_on_device(job: Job, ladder: Ladder | None, shard: KeptBytes) -> float:
     """All of it without a ladder; with one what it puts there or, if that is more, what is fetched for this layer and ahead."""
-    shard = kept_bytes(job.model).of_shard(n)
     if ladder is None:
         return shard.layers * (shard.input + (sum(shard.output) if job.config.checkpoint == "output" else 0))
     total = 0.0
@@ -172,7 +188,7 @@ def _kept_on_device(job: Job, ladder: Ladder | None, n: int) -> float:
 def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     """A decoder layer's backward pass where it is fullest, without input and attention output that were kept."""
     model = job.model
-    w, i, a, kv = _widths(model, schedule)
+    w, i, a, gradients = _widths(model, schedule)
     chunk = job.config.layer_chunk_tokens
     attention = _attention(job, schedule, n)
     columns = columns_of(job, model.num_attention_heads // schedule.ulysses) * 2 * model.head_size * _BF16
@@ -180,6 +196,8 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     # saved by a norm: its input in fp32, the normalised one and the result; in an MLP's backward pass gate, its activation, up
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
+    paged = job.config.offload is not None and job.config.offload.kv_page_tokens is not None
+    kv = 0 if paged else gradients
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -187,9 +205,9 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     c = min(chunk, n)
     per_layer = model.layer_parameters / model.num_hidden_layers * job.trained_share
     sums = _FP32 * per_layer
-    whole = 2 * w + a + kv  # gradients of output and input; q, k, v or their gradients
+    whole = 2 * w + a + kv  # gradients of output and input; q, k, v
     after = _BF16 * (n * (whole + a) + c * (norm + 4 * w + 2 * a + mlp)) + columns
-    before = _BF16 * (n * whole + c * (norm + w + 2 * (a + kv))) + _BF16 * per_layer
+    before = _BF16 * (n * (2 * w + a + gradients) + c * (norm + w + 2 * (a + gradients))) + _BF16 * per_layer
     return max(after, _BF16 * n * whole + attention, before) + sums + own_output
 
 
@@ -208,9 +226,10 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     """
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
-    hops = job.config.check_degree(job.world) > schedule.ulysses
+    share = page_share(job, schedule)
+    hops = job.config.check_degree(job.world) > schedule.ulysses or share < 1
     elements = 2 * a + (2 * a if hops else 0) + (2 * a if schedule.ulysses > 1 else 0)
-    buffers = report.backward.kv_buffers + 2 * report.backward.gradient_buffers
+    buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     columns = columns_of(job, model.num_attention_heads // schedule.ulysses) * 2 * model.head_size * (_BF16 + _FP32)
     return n * (_BF16 * (elements + buffers * kv) + _FP32 * model.num_attention_heads) + columns
 

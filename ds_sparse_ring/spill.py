@@ -44,7 +44,7 @@ class Spill:
         self._store: Store | None = None
         self._on_device: list[weakref.ref[Spilled]] = []
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
 
     def graph(self, ladder: Ladder | None = None) -> Graph:
         """For one forward pass and its backward pass; without a ladder, in host memory first."""
@@ -53,6 +53,12 @@ class Spill:
     @property
     def store(self) -> Store | None:
         """Where the tensors outside the device are; None before the first one."""
+        return self._store
+
+    @property
+    def opened(self) -> Store:
+        """Where the tensors outside the device are, once there is one."""
+        assert self._store is not None
         return self._store
 
     def keep(self, tensors: Sequence[Tensor], place: Place, graph: Graph) -> Spilled | None:
@@ -68,17 +74,24 @@ class Spill:
                 return kept
         return None
 
+    def put(self, key: int, x: Tensor, *, owner: object) -> None:
+        """Copy one tensor out of the device under one of ``numbers``; nothing but its owner lets it go.
+
+        Raises:
+            SparseRingError: no room, naming what would help.
+        """
+        store = self._open(x)
+        fits = store.room("host") >= x.numel() * x.element_size()
+        store.put(key, x, "host" if fits or not self.budgets.disk else "disk", owner=owner)
+
     def fetch(self, spilled: Spilled) -> list[Tensor]:
         """The tensors on the device, for the current stream."""
-        if self._store is None or not spilled.keys:
-            return spilled.tensors
-        return [self._store.get(key) for key in spilled.keys]
+        return [self.opened.get(key) for key in spilled.keys] or spilled.tensors
 
     def prefetch(self, spilled: Spilled) -> None:
         """Begin to copy them back."""
         for key in spilled.keys:
-            assert self._store is not None
-            self._store.prefetch(key)
+            self.opened.prefetch(key)
 
     def stays(self, x: Tensor) -> bool:
         """Whether autograd keeps a tensor itself: small ones, and those of other devices."""
@@ -108,24 +121,27 @@ class Spill:
         """In the store, if the tier has a piece for all of them, more than they need."""
         if not self.budgets.room(tier, nbytes):
             return None
-        if self._store is None:
-            device = tensors[0].device
-            self._store = Store.from_config(self._config, device, timed=self._timed, ranks_on_host=self._ranks_on_host)
+        store = self._open(tensors[0])
         alignment = UNIT_BYTES if tier == "disk" else PAGE_BYTES
-        if self._store.room(tier) < sum(-(-x.numel() * x.element_size() // alignment) * alignment for x in tensors):
+        if store.room(tier) < sum(-(-x.numel() * x.element_size() // alignment) * alignment for x in tensors):
             return None
         spilled = Spilled(graph, nbytes, [])
         for x in tensors:
-            self._store.put(key := next(self._numbers), x, tier, owner=spilled)
+            store.put(key := next(self.numbers), x, tier, owner=spilled)
             spilled.keys.append(key)
         return spilled
 
+    def _open(self, x: Tensor) -> Store:
+        if self._store is None:
+            self._store = Store.from_config(self._config, x.device, timed=self._timed, ranks_on_host=self._ranks_on_host)
+        return self._store
+
 
 class Graph:
-    """What the layers of one forward pass keep, in order."""
+    """What the layers of one forward pass keep in a rank's ``spill``, in order."""
 
     def __init__(self, spill: Spill, ladder: Ladder | None) -> None:
-        self._spill, self._ladder = spill, ladder
+        self.spill, self._ladder = spill, ladder
         self._kept: list[weakref.ref[Spilled]] = []  # and not taken yet
         self._lock = threading.Lock()
         self._layers = itertools.count()
@@ -136,7 +152,7 @@ class Graph:
         None: there is no room for them, in the ladder or now; the replay attends again.
         """
         place: Place = "host" if self._ladder is None else self._ladder.outputs[min(layer, len(self._ladder.outputs) - 1)]
-        return None if place == "recompute" else self._remember(self._spill.keep(tensors, place, self))
+        return None if place == "recompute" else self._remember(self.spill.keep(tensors, place, self))
 
     def keep_input(self, layer: int, x: Tensor) -> Spilled:
         """Keep a layer's input as long as the object that is returned.
@@ -145,19 +161,19 @@ class Graph:
             SparseRingError: no room, naming what would help.
         """
         place: Place = "host" if self._ladder is None else self._ladder.inputs[min(layer, len(self._ladder.inputs) - 1)]
-        kept = self._remember(self._spill.keep([x], place, self))
+        kept = self._remember(self.spill.keep([x], place, self))
         if kept is None:
-            raise self._spill.full(x)
+            raise self.spill.full(x)
         return kept
 
     def take(self, spilled: Spilled) -> list[Tensor]:
         """The tensors on the device, for the current stream."""
-        tensors = self._spill.fetch(spilled)
+        tensors = self.spill.fetch(spilled)
         with self._lock:
             waiting = [other for ref in self._kept if (other := ref()) is not None and other is not spilled]
             self._kept = [weakref.ref(other) for other in waiting]
         for other in reversed(waiting[-_AHEAD:]):
-            self._spill.prefetch(other)
+            self.spill.prefetch(other)
         return tensors
 
     def saved_tensors(self, layer: int | None = None) -> saved_tensors_hooks:
@@ -169,7 +185,7 @@ class Graph:
         number = next(self._layers) if layer is None else layer
 
         def pack(x: Tensor) -> Any:
-            return x.detach() if self._spill.stays(x) else self.keep_input(number, x)
+            return x.detach() if self.spill.stays(x) else self.keep_input(number, x)
 
         return saved_tensors_hooks(pack, lambda kept: kept.take()[0] if isinstance(kept, Spilled) else kept)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.integrations.chunked_layers import is_chunked
 from ds_sparse_ring.job import Job, ModelShape, Schedule, states_of
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.ladder import KeptBytes
@@ -17,9 +18,9 @@ from ds_sparse_ring.memory import refuse_misfit
 from ds_sparse_ring.runtime import SparseRing
 
 
-def kept_by_layers(decoder: nn.Module) -> KeptBytes | None:
-    """Bytes that each layer of a decoder stack keeps of a token; None in evaluation, which keeps nothing."""
-    if not (decoder.training and torch.is_grad_enabled()):
+def kept_by_layers(decoder: nn.Module, ring: SparseRing) -> KeptBytes | None:
+    """Bytes that each layer of a decoder stack keeps of a token; None in evaluation and for layers that are not checkpointed."""
+    if not (decoder.training and torch.is_grad_enabled() and is_checkpointed(decoder)):
         return None
     config: Any = decoder.config
     weights = next(decoder.parameters())
@@ -28,7 +29,15 @@ def kept_by_layers(decoder: nn.Module) -> KeptBytes | None:
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     output = heads * head_size * worked_in.itemsize, heads * accumulator_dtype(worked_in).itemsize
-    return KeptBytes(config.num_hidden_layers, config.hidden_size * weights.dtype.itemsize, output)
+    offload, kv_heads = ring.config.offload, max(config.num_key_value_heads, ring.axes.ulysses_size)
+    paged = offload is not None and offload.kv_page_tokens is not None
+    pages = 2 * kv_heads * head_size * worked_in.itemsize if paged else 0
+    return KeptBytes(config.num_hidden_layers, config.hidden_size * weights.dtype.itemsize, output, pages)
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers keep their inputs alone."""
+    return any(getattr(module, "gradient_checkpointing", False) or is_chunked(module) for module in model.modules())
 
 
 def device_bytes() -> int | None:
@@ -41,8 +50,8 @@ def check_memory(
 ) -> None:
     """Refuse a first batch that cannot be trained on, before anything is computed.
 
-    What is not known beforehand counts as nothing: columns of the index, logits without ``loss_tile``, layers that are not
-    checkpointed, more than two bytes an activation. So what is refused does not fit; what is not may still be too much.
+    What is not known beforehand counts as nothing: columns of the index, logits without ``loss_tile``, more than two bytes an
+    activation. So what is refused does not fit; what is not may still be too much. Layers must be checkpointed, or all may be.
 
     Args:
         model: of Transformers, without wrappers. optimizer: the one that DeepSpeed or Trainer made, or None.
@@ -51,6 +60,8 @@ def check_memory(
     Raises:
         SparseRingError: naming bytes and ways out.
     """
+    if not is_checkpointed(model):
+        return  # what such layers keep is not counted here, nor does it go through the tiers
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     trained = sum(n for n, wanted in sizes if wanted) / max(1, sum(n for n, _ in sizes))
     kinds = {type(one).__name__.lower() for one in (optimizer, getattr(optimizer, "optimizer", None))}

@@ -89,7 +89,8 @@ class _BindSequence:
         _check_sharded(kwargs)
         if decoder.training and torch.is_grad_enabled():
             _check_checkpointing(decoder)
-        return args, {**kwargs, NAME: self.attachment.ring.bind(sequence, layers=kept_by_layers(decoder)), "use_cache": False}
+        ring = self.attachment.ring
+        return args, {**kwargs, NAME: ring.bind(sequence, layers=kept_by_layers(decoder, ring)), "use_cache": False}
 
 
 def _check_sharded(kwargs: Mapping[str, Any]) -> None:

@@ -193,6 +193,21 @@ def test_states_go_where_deepspeed_puts_them() -> None:
     assert "host memory: 12.9 of 1 GiB" in memory_of(small, Schedule()).misfits(small.hardware)[0]
 
 
+def test_pages_save_buffers_on_the_device_and_cost_host_memory() -> None:
+    job = replace(_job(4, 1 << 20, density=0.05), loss_tile=64)
+    estimates = []
+    for page in (None, 1 << 15, 1 << 20):
+        config = _offload(host_gib=90, kv_page_tokens=page, layer_chunk_tokens=4096)
+        estimates.append(estimate(replace(job, config=config), Schedule()))
+    whole, paged, one_page = estimates
+    kv_bytes = 2 * 2 * 128 * (1 << 18) * 2  # of a shard of a layer, bfloat16; gradients are twice as much
+    assert paged.memory.host - whole.memory.host == kv_bytes
+    saved = kv_bytes + (2 + 3 * 2) * kv_bytes - (3 + 3 * 2) * kv_bytes / 8
+    assert whole.memory.device - paged.memory.device == pytest.approx(saved)
+    assert whole.memory.device - one_page.memory.device == kv_bytes, "keys and values themselves"
+    assert paged.step_ms == pytest.approx(whole.step_ms, rel=0.02)
+
+
 def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     long, short = (SparseRingConfig(segment_tokens=tokens) for tokens in (16384, 1024))  # short ones have more columns
     few, many = (estimate(_job(2, config=config, density=0.03, columns=0.03), Schedule()) for config in (long, short))

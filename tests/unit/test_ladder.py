@@ -92,3 +92,11 @@ def test_lines_name_layers_and_budgets() -> None:
 def test_inputs_without_room_are_refused_with_bytes_and_ways_out(budgets: Budgets, said: str) -> None:
     with pytest.raises(SparseRingError, match=rf"8 checkpointed layers for 1024 tokens .*needs {8 * UNIT_BYTES} bytes .*{said}"):
         make_ladder(KeptBytes(8, 16, (16, 1)), 1024, budgets, keep_outputs=True)
+
+
+def test_room_for_pages_of_keys_and_values_is_reserved() -> None:
+    kept = KeptBytes(4, 16, (16,), pages=8)
+    ladder = make_ladder(kept, 1024, Budgets(0, 7 * UNIT_BYTES), keep_outputs=True)
+    assert ladder.recomputed == 2 and ladder.used("host") == 7 * UNIT_BYTES
+    with pytest.raises(SparseRingError, match=f"3 in host memory .*{UNIT_BYTES} more are reserved for keys and values"):
+        make_ladder(kept, 1024, Budgets(0, 4 * UNIT_BYTES), keep_outputs=True)
