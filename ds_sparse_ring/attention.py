@@ -112,7 +112,7 @@ class _SparseRingAttention(torch.autograd.Function):
         pages = None
         if context.page_blocks is not None and trains and (slot is None or kept is not None):  # or a replay will do it
             assert context.spill is not None
-            pages = HostKV(context.spill, context.plan.pages, k.shape[0])
+            pages = HostKV(context.spill.spill, context.plan.pages, k.shape[0])
         kv = DeviceKV(k, v, pages)
         if kept is not None and kept.output is not None:
             o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
@@ -130,7 +130,7 @@ class _SparseRingAttention(torch.autograd.Function):
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
-            kept = _Kept(index, _keep(o, lse, context))
+            kept = _Kept(index, _keep(o, lse, context, layer))
             slot.put(kept)
             columns = columns if kept.output is None else None  # as in the replay
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
@@ -178,12 +178,12 @@ class _SparseRingAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None
 
 
-def _keep(o: Tensor, lse: Tensor, context: SequenceContext) -> list[Tensor] | Spilled | None:
+def _keep(o: Tensor, lse: Tensor, context: SequenceContext, layer: int) -> list[Tensor] | Spilled | None:
     if context.config.checkpoint != "output":
         return None
     # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
     tensors = [o.detach(), lse]
-    return tensors if context.spill is None else context.spill.keep(tensors)
+    return tensors if context.spill is None else context.spill.keep_output(layer, tensors)
 
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:

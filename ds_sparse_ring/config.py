@@ -90,10 +90,13 @@ class FullSelector(_Strict):
 
 
 class OffloadConfig(_Strict):
-    """Memory outside the device that a rank may use; 1 GiB is 2**30 bytes."""
+    """Memory that a rank may use for what checkpointed layers keep, most of it outside the device; 1 GiB is 2**30 bytes."""
 
     host_gib: float = Field(gt=0)
     """Pinned host memory, for each rank; GiB, above 0."""
+
+    device_gib: float = Field(default=0.0, ge=0)
+    """Device memory for what the last layers keep, which is then never copied; GiB, what `plan` leaves free; 0 is none."""
 
     disk_path: str | None = None
     """Folder on a local NVMe disk for what exceeds the host memory; needs libaio. Null is no disk."""

@@ -24,6 +24,8 @@ class Hardware(BaseModel):
     node_ranks: int
     """GPUs of a node."""
     memory_gib: float
+    host_gib: float
+    """Host memory of a GPU's share of its node; of the profiles assumed: 2 TB for 8 GPUs, 1 TB around the 40 GB ones."""
     dense_forward: float
     dense_backward: float
     """Dense causal attention, per active entry (4 D and 10 D)."""
@@ -86,11 +88,11 @@ _CPU: dict[str, Any] = {
     "index_share": 1.0,
 }
 _PROFILES = [
-    Hardware(name="h200", memory_gib=139, **_H200),
-    Hardware(name="h100", memory_gib=79, **{**_H200, "source": "assumed: as h200, which has the same peak"}),
-    Hardware(name="a100-80gb", memory_gib=79, **_A100),
-    Hardware(name="a100-40gb", memory_gib=39, **_A100),
-    Hardware(name="cpu", memory_gib=24, **_CPU),
+    Hardware(name="h200", memory_gib=139, host_gib=238, **_H200),
+    Hardware(name="h100", memory_gib=79, host_gib=238, **{**_H200, "source": "assumed: as h200, which has the same peak"}),
+    Hardware(name="a100-80gb", memory_gib=79, host_gib=238, **_A100),
+    Hardware(name="a100-40gb", memory_gib=39, host_gib=119, **_A100),
+    Hardware(name="cpu", memory_gib=24, host_gib=24, **_CPU),
 ]
 
 
