@@ -361,7 +361,7 @@ def ring_backward(
         if hop.ends_page:
             returns.expect(homeward)
             homeward = _Homeward(ring)
-        if not hop.ends_page:
+        else:
             kv = ring.wait((arriving or ahead).popleft())
     dkv = returns.all()
     return dq, dkv[0], dkv[1]

@@ -221,6 +221,11 @@ class SparseRingConfig(_Strict):
             )
         return self
 
+    @property
+    def page_tokens(self) -> int | None:
+        """Tokens of a page of keys and values that wait outside the device; None: they stay on it."""
+        return None if self.offload is None else self.offload.kv_page_tokens
+
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:
         """Read the section of a DeepSpeed configuration.

@@ -54,8 +54,8 @@ class SequenceContext:
     @property
     def page_blocks(self) -> int | None:
         """Blocks of a page of keys and values in host memory; None: they stay on the device."""
-        offload = self.config.offload
-        return None if offload is None or offload.kv_page_tokens is None else offload.kv_page_tokens // BLOCK
+        tokens = self.config.page_tokens
+        return None if tokens is None else tokens // BLOCK
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.job import Job, Schedule
-from ds_sparse_ring.layout import BLOCK, Layout
-from ds_sparse_ring.memory import Memory, memory_of, plan_report, rows_of
+from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.memory import Memory, memory_of, plan_report, ring_layout, rows_of
 from ds_sparse_ring.plan_check import PlanReport
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
@@ -60,13 +60,12 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     model, hardware, (ulysses, inner, kind) = job.model, job.hardware, schedule
     degrees = {"ulysses_degree": ulysses, "inner_degree": inner, "inner": kind}
     config = SparseRingConfig(**{**job.config.model_dump(), **degrees})
-    size = config.check_degree(job.world)
+    config.check_degree(job.world)
     config.check_heads(model.num_attention_heads, model.num_key_value_heads)
-    layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
+    layout = ring_layout(job, schedule)
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
-    offload = config.offload
-    page_blocks = None if offload is None or offload.kv_page_tokens is None else offload.kv_page_tokens // BLOCK
+    page_blocks = None if config.page_tokens is None else config.page_tokens // BLOCK
     full = isinstance(config.selector, FullSelector)
     rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
 

@@ -73,6 +73,13 @@ class Index(Protocol):
 _T = TypeVar("_T")
 
 
+def _once(made: dict[Any, Any], key: Any, make: Callable[[], _T]) -> _T:
+    if key not in made:
+        made[key] = make()
+    found: _T = made[key]
+    return found
+
+
 class _Derived:
     """Tables that are made from an index, once a pass."""
 
@@ -81,10 +88,7 @@ class _Derived:
 
     def derived(self, key: Any, make: Callable[[], _T]) -> _T:
         """What ``make`` gave for this key, the first time."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        found: _T = self._derived[key]
-        return found
+        return _once(self._derived, key, make)
 
     def forget(self) -> None:
         """Drop what was derived: it is made again faster than many layers' worth of it is kept until the backward pass."""
@@ -92,10 +96,7 @@ class _Derived:
 
     def noted(self, key: Any, make: Callable[[], _T]) -> _T:
         """As `derived`, but never forgotten: for numbers that the host would wait for again."""
-        if key not in self._noted:
-            self._noted[key] = make()
-        found: _T = self._noted[key]
-        return found
+        return _once(self._noted, key, make)
 
 
 class _NoColumns:

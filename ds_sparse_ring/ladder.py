@@ -44,10 +44,24 @@ class KeptBytes:
     output: tuple[int, ...]
     pages: int = 0
 
+    @classmethod
+    def of_token(
+        cls, layers: int, width: int, heads: int, kv_heads: int, head_size: int, *, paged: bool,
+        input_bytes: int = 2, output_bytes: int = 2, sum_bytes: int = 4,
+    ) -> KeptBytes:  # fmt: skip
+        """By the sizes of a layer.
+
+        Args:
+            width: of its input. kv_heads: that a rank has keys and values of, in host memory if ``paged``. input_bytes,
+                output_bytes, sum_bytes: of an element of the input, of attention's tensors, and of the log-sum-exp.
+        """
+        output = heads * head_size * output_bytes, heads * sum_bytes
+        return cls(layers, width * input_bytes, output, 2 * kv_heads * head_size * output_bytes if paged else 0)
+
     def of_shard(self, tokens: int) -> KeptBytes:
         """Of so many tokens, each tensor in whole units."""
-        output = tuple(_padded(nbytes * tokens) for nbytes in self.output)
-        return KeptBytes(self.layers, _padded(self.input * tokens), output, _padded(self.pages * tokens) if self.pages else 0)
+        output = tuple(padded(nbytes * tokens) for nbytes in self.output)
+        return KeptBytes(self.layers, padded(self.input * tokens), output, padded(self.pages * tokens) if self.pages else 0)
 
 
 @dataclass(frozen=True)
@@ -160,5 +174,6 @@ def _run(layers: Sequence[int], of_input: Place, of_output: Place) -> str:
     return f"{numbers}: input {of_input}, {output}"
 
 
-def _padded(nbytes: int) -> int:
-    return max(1, -(-nbytes // UNIT_BYTES)) * UNIT_BYTES
+def padded(nbytes: int, unit: int = UNIT_BYTES) -> int:
+    """In whole units, at least one."""
+    return max(1, -(-nbytes // unit)) * unit

@@ -66,17 +66,17 @@ class Memory:
 
 def kept_bytes(model: ModelShape, config: SparseRingConfig, ulysses: int) -> KeptBytes:
     """What a layer keeps of a token in half precision."""
-    heads, paged = model.num_attention_heads, config.offload is not None and config.offload.kv_page_tokens is not None
-    pages = 2 * max(model.num_key_value_heads, ulysses) * model.head_size * _BF16 if paged else 0
-    output = _BF16 * heads * model.head_size, _FP32 * heads
-    return KeptBytes(model.num_hidden_layers, _BF16 * model.hidden_size, output, pages)
+    kv_heads = max(model.num_key_value_heads, ulysses)
+    return KeptBytes.of_token(
+        model.num_hidden_layers, model.hidden_size, model.num_attention_heads, kv_heads, model.head_size,
+        paged=config.page_tokens is not None,
+    )  # fmt: skip
 
 
-def local_tokens(job: Job, schedule: Schedule) -> int:
-    """Of a rank."""
-    size, ulysses = job.config.check_degree(job.world), schedule.ulysses
-    layout = Layout.for_blocks(job.config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
-    return layout.local_tokens // ulysses
+def ring_layout(job: Job, schedule: Schedule) -> Layout:
+    """Over the ring: a Ulysses group counts as one rank."""
+    size = job.config.check_degree(job.world)
+    return Layout.for_blocks(job.config.layout, size, -(-job.tokens // BLOCK), schedule.ulysses).over_groups()
 
 
 def plan_report(job: Job, schedule: Schedule) -> PlanReport:
@@ -91,10 +91,8 @@ def plan_report(job: Job, schedule: Schedule) -> PlanReport:
 
 def page_share(job: Job, schedule: Schedule) -> float:
     """Of a shard of keys and values, what a page is; 1 without pages."""
-    offload = job.config.offload
-    if offload is None or offload.kv_page_tokens is None:
-        return 1.0
-    return min(1.0, offload.kv_page_tokens / (local_tokens(job, schedule) * schedule.ulysses))
+    tokens = job.config.page_tokens
+    return 1.0 if tokens is None else min(1.0, tokens / ring_layout(job, schedule).local_tokens)
 
 
 @lru_cache(maxsize=256)
@@ -108,7 +106,7 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
     Raises:
         SparseRingError: heads or ranks that do not divide, naming what would.
     """
-    model, n = job.model, local_tokens(job, schedule)
+    model, n = job.model, ring_layout(job, schedule).local_tokens // schedule.ulysses
     on_device, host, disk = _states(job)
     kept = kept_bytes(model, job.config, schedule.ulysses)
     ladder, misfit = _ladder(job, kept, n)
@@ -205,8 +203,7 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     # saved by a norm: its input in fp32, the normalised one and the result; in an MLP's backward pass gate, its activation, up
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
-    paged = job.config.offload is not None and job.config.offload.kv_page_tokens is not None
-    kv = 0 if paged else gradients
+    kv = gradients if job.config.page_tokens is None else 0
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -236,12 +233,12 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
     share = page_share(job, schedule)
-    hops = job.config.check_degree(job.world) > schedule.ulysses or share < 1
-    elements = 2 * a + (2 * a if hops else 0) + (2 * a if schedule.ulysses > 1 else 0)
+    ring = job.config.check_degree(job.world) > schedule.ulysses
+    elements = 2 * a + (2 * a if ring or share < 1 else 0) + (2 * a if schedule.ulysses > 1 else 0)
     buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     heads, kv_heads = model.num_attention_heads // schedule.ulysses, max(1, model.num_key_value_heads // schedule.ulysses)
     columns = columns_of(job, heads) * 2 * model.head_size * (_BF16 + _FP32)
-    if job.config.check_degree(job.world) > schedule.ulysses:
+    if ring:
         columns += rows_of(job, heads, kv_heads) * 2 * model.head_size * _FP32
     return n * (_BF16 * (elements + buffers * kv) + _FP32 * model.num_attention_heads) + columns
 

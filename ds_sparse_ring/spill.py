@@ -21,7 +21,7 @@ from ds_sparse_ring.config import OffloadConfig
 from ds_sparse_ring.copies import Tier
 from ds_sparse_ring.disk import PAGE_BYTES
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.ladder import TIERS, UNIT_BYTES, Budgets, Ladder, Place
+from ds_sparse_ring.ladder import TIERS, UNIT_BYTES, Budgets, Ladder, Place, padded
 from ds_sparse_ring.store import Store
 
 _OUTSIDE: tuple[Tier, ...] = ("host", "disk")
@@ -66,7 +66,7 @@ class Spill:
 
         None: there is none.
         """
-        nbytes = sum(-(-x.numel() * x.element_size() // UNIT_BYTES) * UNIT_BYTES for x in tensors)
+        nbytes = sum(padded(x.numel() * x.element_size()) for x in tensors)
         first = TIERS.index(place)
         for tier in (*TIERS[first:], *reversed(TIERS[:first])):
             kept = self._hold(tensors, graph, nbytes) if tier == "device" else self._put(tensors, tier, graph, nbytes)
@@ -123,7 +123,7 @@ class Spill:
             return None
         store = self._open(tensors[0])
         alignment = UNIT_BYTES if tier == "disk" else PAGE_BYTES
-        if store.room(tier) < sum(-(-x.numel() * x.element_size() // alignment) * alignment for x in tensors):
+        if store.room(tier) < sum(padded(x.numel() * x.element_size(), alignment) for x in tensors):
             return None
         spilled = Spilled(graph, nbytes, [])
         for x in tensors:

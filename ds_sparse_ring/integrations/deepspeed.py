@@ -145,9 +145,8 @@ class Setup:
             SparseRingError: memory outside the device for what checkpointed layers keep, without checkpointing.
         """
         config = self.ring.config
-        pages = config.offload is not None and config.offload.kv_page_tokens is not None
         kept = self.gradient_checkpointing or config.layer_chunk_tokens is not None
-        if config.offload is not None and not pages and not kept:
+        if config.offload is not None and config.page_tokens is None and not kept:
             raise SparseRingError(
                 "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
                 "(gradient_checkpointing), set layer_chunk_tokens or offload.kv_page_tokens, or leave offload out"
@@ -173,10 +172,10 @@ class Setup:
         return kept if config.layer_chunk_tokens is None else f"layers in chunks of {config.layer_chunk_tokens} tokens; {kept}"
 
     def _pages(self) -> list[tuple[str, str]]:
-        offload = self.ring.config.offload
-        if offload is None or offload.kv_page_tokens is None:
+        tokens = self.ring.config.page_tokens
+        if tokens is None:
             return []
-        return [("keys and values", f"in host memory until the backward pass, in pages of {offload.kv_page_tokens} tokens")]
+        return [("keys and values", f"in host memory until the backward pass, in pages of {tokens} tokens")]
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line."""

@@ -28,11 +28,12 @@ def kept_by_layers(decoder: nn.Module, ring: SparseRing) -> KeptBytes | None:
     worked_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.dtype
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    output = heads * head_size * worked_in.itemsize, heads * accumulator_dtype(worked_in).itemsize
-    offload, kv_heads = ring.config.offload, max(config.num_key_value_heads, ring.axes.ulysses_size)
-    paged = offload is not None and offload.kv_page_tokens is not None
-    pages = 2 * kv_heads * head_size * worked_in.itemsize if paged else 0
-    return KeptBytes(config.num_hidden_layers, config.hidden_size * weights.dtype.itemsize, output, pages)
+    kv_heads = max(config.num_key_value_heads, ring.axes.ulysses_size)
+    return KeptBytes.of_token(
+        config.num_hidden_layers, config.hidden_size, heads, kv_heads, head_size,
+        paged=ring.config.page_tokens is not None, input_bytes=weights.dtype.itemsize, output_bytes=worked_in.itemsize,
+        sum_bytes=accumulator_dtype(worked_in).itemsize,
+    )  # fmt: skip
 
 
 def is_checkpointed(model: nn.Module) -> bool:
