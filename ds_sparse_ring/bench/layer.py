@@ -21,6 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ds_sparse_ring import __version__
 from ds_sparse_ring.bench.timing import Timing, alternate
 from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape, load_shape
@@ -39,6 +40,7 @@ def main(
     columns: Annotated[int, typer.Option(help="Columns of a head and segment.")] = 2600,
     slashes: Annotated[int, typer.Option(help="Slashes of a head and segment.")] = 52,
     segment_tokens: Annotated[int, typer.Option(help="Tokens of a segment.")] = 16384,
+    liger: Annotated[bool, typer.Option(help="Norms, rotary embedding and gates by Liger, on a GPU.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 3,
     device: Annotated[str, typer.Option(help="cuda or cpu; left out, the GPU if there is one.")] = "",
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("runs/bench_layer.json"),
@@ -50,7 +52,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for chunk in chunk_tokens:
         for page in page_tokens if chunk else [0]:
-            case = _Case(load_shape(model), tokens, chunk, page, host_gib, place)
+            case = _Case(load_shape(model), tokens, chunk, page, host_gib, place, liger)
             timing, peak = case.measure(section, rounds)
             rows.append({"chunk_tokens": chunk, "page_tokens": page, "peak_bytes": peak} | vars(timing))
     print("| chunk | page | ms of a layer | least - most | peak GiB above weights |\n|---|---|---|---|---|")
@@ -67,6 +69,7 @@ def main(
         "model": model,
         "tokens": tokens,
         "section": section,
+        "liger": liger,
         "rounds": rounds,
         "rows": rows,
     }
@@ -82,6 +85,7 @@ class _Case:
     page: int
     host_gib: float
     device: torch.device
+    liger: bool
 
     def measure(self, section: dict[str, Any], rounds: int) -> tuple[Timing, int | None]:
         """Seconds of one layer, and bytes at the peak beside weights and their gradients; None where nothing counts them."""
@@ -111,6 +115,8 @@ class _Case:
         with self.device:
             model: Any = Qwen2ForCausalLM(config)
         model.to(torch.bfloat16).train()
+        if self.liger:
+            use_liger_kernels(model)
         enable_gradient_checkpointing(model)
         enable_tiled_loss(model, _TILE)
         attach(model, ring)
