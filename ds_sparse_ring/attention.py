@@ -3,6 +3,7 @@
 Forward: choose the index, then walk the plan's hops, merging each hop's result in fp32, while the columns' keys
 and values gather.
 Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
+With keys and values in host memory (`pages`) the same is done page by page: a shard has one page otherwise.
 
 The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
 (through the slot of its call) and to the backward pass. There is no collective outside this function, and in a replay that finds
@@ -29,7 +30,8 @@ from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, co
 from ds_sparse_ring.kernels import ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
-from ds_sparse_ring.plan import Hop, Transfer
+from ds_sparse_ring.pages import KV, DeviceKV, HostKV, kept_pages
+from ds_sparse_ring.plan import Hop, Page, RingPlan, Transfer
 from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
 from ds_sparse_ring.slots import Slot, current_slot
@@ -46,12 +48,14 @@ class _Kept:
 
     Attributes:
         output: o and lse, maybe outside the device.
-        arriving: the columns that the replay gathers for the backward pass, which runs on what the first pass has recorded.
+        arriving, pages: the columns that the replay gathers for the backward pass, which runs on what the first pass has
+            recorded, and the keys and values that it puts into host memory.
     """
 
     index: Index
     output: list[Tensor] | Spilled | None = None
     arriving: list[ColumnGather] = field(default_factory=list)
+    pages: list[HostKV] = field(default_factory=list)
 
 
 @torch.compiler.disable  # communicates and reads its index on the host: a compiled model calls it as it is
@@ -76,8 +80,9 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     context.check(q, k, v)
     slot = current_slot()
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     with torch.autocast(device, enabled=False):  # the kernels choose their precision themselves
-        return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot).transpose(0, 1)[None]
+        return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot, trains).transpose(0, 1)[None]
 
 
 class _SparseRingAttention(torch.autograd.Function):
@@ -91,6 +96,7 @@ class _SparseRingAttention(torch.autograd.Function):
         layer: int,
         scale: float,
         slot: Slot[_Kept] | None,
+        trains: bool,
     ) -> Tensor:
         heads = q.shape[0], k.shape[0]
         if not context.heads_exchanged:
@@ -103,25 +109,36 @@ class _SparseRingAttention(torch.autograd.Function):
                 "sequence is set, or pass each batch's sparse_ring entry to attention as an argument"
             )
         index = kept.index if kept is not None else _select(q, k, context, layer, scale)
+        pages = None
+        if context.page_blocks is not None and trains and (slot is None or kept is not None):  # or a replay will do it
+            assert context.spill is not None
+            pages = HostKV(context.spill.spill, context.plan.pages, k.shape[0])
+        kv = DeviceKV(k, v, pages)
         if kept is not None and kept.output is not None:
             o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
             # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
             with context.meter.timed("attention"):
-                kept.arriving[:] = [ColumnGather(k, v, index, context)]
+                kept.arriving[:] = [ColumnGather(k, v, index, context).start()]
+                if pages is not None:
+                    pages.put_all(kv)
             columns = None
         else:
             with context.meter.timed("attention"):
                 gather = ColumnGather(k, v, index, context)
-                o, lse = ring_forward(q, k, v, index, gather, context, layer, scale)
+                o, lse = ring_forward(q, kv, index, gather, context, layer, scale)
                 columns = gather.wait()
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
         if slot is not None and kept is None:
-            kept = _Kept(index, _keep(o, lse, context))
+            kept = _Kept(index, _keep(o, lse, context, layer))
             slot.put(kept)
             columns = columns if kept.output is None else None  # as in the replay
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
-        ctx.arriving = [] if kept is None else kept.arriving
+        ctx.arriving, ctx.pages = ([], []) if kept is None else (kept.arriving, kept.pages)
+        if pages is not None:
+            ctx.pages[:] = [pages]
+        if context.page_blocks is not None:
+            k = v = q.new_empty(0)
         # no columns: empty tensors, so that the number of saved tensors never depends on the data
         column_kv = (columns.k, columns.v) if columns is not None else (q.new_empty(0), q.new_empty(0))
         ctx.save_for_backward(q, k, v, o, lse, *column_kv)
@@ -136,7 +153,14 @@ class _SparseRingAttention(torch.autograd.Function):
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         context, (heads, kv_heads) = ctx.context, ctx.heads
         axes, meter, exchanged = context.axes, context.meter, context.heads_exchanged
+        # heads that several ranks have are summed first
+        shared = not exchanged and kv_heads < axes.ulysses_size
+        dkv_dtype = accumulator_dtype(q.dtype) if shared else q.dtype
         with torch.autocast(q.device.type, enabled=False), meter.timed("attention"):
+            kv: KV = DeviceKV(k, v)
+            if context.page_blocks is not None:
+                kv = pages = kept_pages(ctx.pages)
+                pages.prefetch()
             with meter.timed("heads"):
                 do = grads[0] if exchanged else to_heads(grads[0], axes)
             if column_k.numel():
@@ -144,22 +168,22 @@ class _SparseRingAttention(torch.autograd.Function):
             else:
                 gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, ctx.index, context)
                 columns = gather.wait()
-            dq, dk, dv = ring_backward(q, k, v, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale)
+            dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale, dkv_dtype)
             with meter.timed("heads"):
                 if not exchanged:
                     dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
                 dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         if isinstance(ctx.index, VerticalSlash | BlockLists):
             ctx.index.forget()
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
-def _keep(o: Tensor, lse: Tensor, context: SequenceContext) -> list[Tensor] | Spilled | None:
+def _keep(o: Tensor, lse: Tensor, context: SequenceContext, layer: int) -> list[Tensor] | Spilled | None:
     if context.config.checkpoint != "output":
         return None
     # detached: the output itself belongs to the graph, whose checkpoint owns the slot, and would keep both alive
     tensors = [o.detach(), lse]
-    return tensors if context.spill is None else context.spill.keep(tensors)
+    return tensors if context.spill is None else context.spill.keep_output(layer, tensors)
 
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
@@ -205,24 +229,26 @@ def _of_all_heads(mine: Tensor, patterns: list[int], context: SequenceContext) -
     return out
 
 
-def _dense(q: Tensor, k: Tensor, index: Index, context: SequenceContext) -> tuple[DenseAttention, list[int]] | None:
+def _dense(q: Tensor, kv_heads: int, index: Index, context: SequenceContext) -> tuple[DenseAttention, list[int]] | None:
     """The library for the full index where one rank of GPUs holds the whole sequence, and the rows of its documents.
 
-    None: the kernel does it.
+    None: the kernel does it. A library takes keys and values as a whole: pages come together again for its backward pass, which
+    has no gradients in fp32 that pages would save.
     """
     if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name != "triton":
         return None
     rows = document_rows(index.segments)
     if len(rows) > _DENSE_DOCUMENTS:
         return None
-    dense = find_dense(DenseCase.of(q, k), deterministic=torch.are_deterministic_algorithms_enabled())
+    dense = find_dense(
+        DenseCase(q.device, q.dtype, q.shape[2], q.shape[0], kv_heads), deterministic=torch.are_deterministic_algorithms_enabled()
+    )
     return None if dense is None else (dense, rows)
 
 
 def ring_forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: KV,
     index: Index,
     columns: ColumnGather,
     context: SequenceContext,
@@ -235,41 +261,44 @@ def ring_forward(
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
     """
     ring = RingPass(context, layer, backward=False)
-    if (found := _dense(q, k, index, context)) is not None:
+    if (found := _dense(q, keys.heads, index, context)) is not None:
         dense, documents = found
+        k, v = keys.whole()
         with ring.computing():
             return dense.forward(q, k, v, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), context.plan
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
-    kv, arriving = torch.stack([k, v]), deque[Exchange]()
-    following = ring.exchange(kv, None, TAG_KV_AHEAD)
+    arriving, ahead = deque[Exchange](), deque[Exchange]()
     for hop in ring.hops(plan):
+        if hop.load is not None:
+            kv = keys.load(hop.load)
         if hop.kv_ahead is not None:
-            following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+            ahead.append(ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD))
         arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
+        columns.start()
         column_kv = columns.wait() if any(pair.last for pair in hop.work) else None
         with ring.computing():
             for pair in hop.work:
-                rows, keys = pair.q.tokens, pair.k.tokens
+                rows, page_rows = pair.q.tokens, pair.k.tokens
                 context.kernel.forward(
                     q[:, rows],
-                    kv[0][:, keys],
-                    kv[1][:, keys],
+                    kv[0][:, page_rows],
+                    kv[1][:, page_rows],
                     Work(pair.q.map, pair.k.map, index, scale),
                     o[:, rows],
                     lse[:, rows],
                     column_kv if pair.last else None,
                     overwrite=pair.first,
                 )
-        kv = ring.wait(arriving.popleft() if arriving else following)
+        if not hop.ends_page:
+            kv = ring.wait((arriving or ahead).popleft())
     return o.to(q.dtype), lse
 
 
 def ring_backward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: KV,
     o: Tensor,
     lse: Tensor,
     do: Tensor,
@@ -278,54 +307,112 @@ def ring_backward(
     context: SequenceContext,
     layer: int,
     scale: float,
+    dkv_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the ring again: gradients of keys and values travel behind them or straight home, summed in ring order.
+
+    Args:
+        dkv_dtype: in which gradients of pages are kept that are whole.
 
     Returns:
         dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
     """
     ring = RingPass(context, layer, backward=True)
-    if (found := _dense(q, k, index, context)) is not None:
+    if (found := _dense(q, keys.heads, index, context)) is not None:
         dense, documents = found
+        k, v = keys.whole()
         with ring.computing():
             return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), context.plan
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
-    d_columns = ColumnReturn(columns, acc, index, context)
-    kv, arriving = torch.stack([k, v]), deque[Exchange]()
-    following = ring.exchange(kv, None, TAG_KV_AHEAD)
-    homeward = _Homeward(ring)
+    d_columns = ColumnReturn(columns, acc, keys.heads, index, context)
+    arriving, ahead = deque[Exchange](), deque[Exchange]()
+    homeward, returns = _Homeward(ring), _Returns(ring, plan, d_columns, dkv_dtype)
     for hop in ring.hops(plan):
+        if hop.load is not None:
+            kv = keys.load(hop.load)
         if hop.kv_ahead is not None:
-            following = ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD)
+            ahead.append(ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD))
         arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
         dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
         with ring.computing():
             for pair in hop.work:
-                rows, keys = pair.q.tokens, pair.k.tokens
+                rows, page_rows = pair.q.tokens, pair.k.tokens
                 context.kernel.backward(
                     q[:, rows],
-                    kv[0][:, keys],
-                    kv[1][:, keys],
+                    kv[0][:, page_rows],
+                    kv[1][:, page_rows],
                     do[:, rows],
                     lse[:, rows],
                     delta[:, rows],
                     Work(pair.q.map, pair.k.map, index, scale),
                     dq[:, rows],
-                    dkv[0][:, keys],
-                    dkv[1][:, keys],
+                    dkv[0][:, page_rows],
+                    dkv[1][:, page_rows],
                     columns if pair.first else None,
                     d_columns.rows if pair.first else None,
                     overwrite=pair.first,
                 )
         if hop is plan.hops[0]:  # a rank's own keys: the first of each of its query spans
             d_columns.send()
+        returns.go_on()
         homeward.send(dkv, hop)
-        kv = ring.wait(arriving.popleft() if arriving else following)
-    dkv = ring.wait(homeward.end_round(plan.home))
-    d_columns.add_to(dkv, k)
+        if hop.ends_page:
+            returns.expect(homeward)
+            homeward = _Homeward(ring)
+        else:
+            kv = ring.wait((arriving or ahead).popleft())
+    dkv = returns.all()
     return dq, dkv[0], dkv[1]
+
+
+class _Returns:
+    """Pages' gradients on their last way home, each while the hops of the next page run, and what has come home."""
+
+    def __init__(self, ring: RingPass, plan: RingPlan, columns: ColumnReturn, dtype: torch.dtype) -> None:
+        self._ring, self._plan, self._columns, self._dtype = ring, plan, columns, dtype
+        self._pages = iter(plan.pages)
+        self._homeward: _Homeward | None = None
+        self._total: Exchange | None = None
+        self._dkv: Tensor | None = None
+
+    def expect(self, homeward: _Homeward) -> None:
+        """A page has been around the ring."""
+        self._finish()
+        self._homeward = homeward
+        if self._plan.home is None and not homeward.travelling:
+            self._finish()
+
+    def go_on(self) -> None:
+        """After the kernels of a hop: what has arrived meanwhile goes one step further."""
+        if self._homeward is not None:
+            self._total, self._homeward = self._homeward.end_round(self._plan.home), None
+            if self._plan.home is not None:
+                return
+        if self._total is not None:
+            self._keep(next(self._pages), self._ring.wait(self._total))
+            self._total = None
+
+    def all(self) -> Tensor:
+        """Gradients of all keys and values of this rank, ``[2, K, n, D]``."""
+        self._finish()
+        assert self._dkv is not None
+        return self._dkv
+
+    def _finish(self) -> None:
+        self.go_on()
+        self.go_on()
+
+    def _keep(self, page: Page, dkv: Tensor) -> None:
+        self._columns.add_to(dkv, page.tokens.start)
+        if len(self._plan.pages) == 1:
+            self._dkv = dkv
+            return
+        if self._dkv is None:
+            whole = (*dkv.shape[:2], self._plan.pages[-1].tokens.stop, dkv.shape[3])
+            self._dkv = torch.empty(whole, dtype=self._dtype, device=dkv.device)
+        self._dkv[:, :, page.tokens] = dkv
 
 
 class _Homeward:
@@ -336,6 +423,11 @@ class _Homeward:
         self._at_home: Tensor | None = None  # of this round, if the first part stays and the others come to it
         self._travelling: Exchange | None = None
         self._total: Exchange | None = None  # of the rounds before
+
+    @property
+    def travelling(self) -> bool:
+        """Whether something is under way."""
+        return self._travelling is not None
 
     def send(self, dkv: Tensor, hop: Hop) -> None:
         """Take a hop's part: it is added to what has arrived and passed on, or sent home alone."""

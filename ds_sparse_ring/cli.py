@@ -136,19 +136,25 @@ def plan(
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest sequence that fits, in place of --seq.")] = False,
     compare: Annotated[Path | None, typer.Option(help="metrics.jsonl of a run: its step beside the simulated one.")] = None,
 ) -> None:
     """Simulate a training step for every schedule that the ranks and heads allow, and name the fastest."""
     from ds_sparse_ring.plan_compare import print_comparison
-    from ds_sparse_ring.plan_report import print_plan
+    from ds_sparse_ring.plan_report import parse_tokens, print_longest, print_plan, read_job
 
     given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     try:
         if compare is None:
-            print_plan(config, model, seq, world, hardware, density, columns, timeline)
+            if max_seq and (idle := sorted(given & {"seq", "timeline"})):
+                raise SparseRingError(f"plan: --max-seq finds the length itself: leave out --{', --'.join(idle)}")
+            job = read_job(config, model, parse_tokens(seq), world, hardware, density, columns)
+            print_longest(job, model) if max_seq else print_plan(job, model, timeline)
             return
         if idle := sorted(given - {"compare", "hardware"}):
-            raise SparseRingError(f"plan: --compare takes all but --hardware from the log: leave out --{', --'.join(idle)}")
+            raise SparseRingError(
+                f"plan: --compare takes all but --hardware from the log: leave out --{', --'.join(idle).replace('_', '-')}"
+            )
         print_comparison(compare, hardware if "hardware" in given else None)
     except SparseRingError as error:
         print(f"error: {error}", file=sys.stderr)

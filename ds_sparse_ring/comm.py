@@ -176,13 +176,27 @@ class Axes:
                 dist.all_reduce(x, group=self.ring_group)
         return x
 
-    def column_sum(self, x: Tensor) -> Reduction:
-        """Start a sum over the ring, in place, beside the ring's transfers; every rank gets the same bits."""
-        work, what = None, "a sum of columns over the ring"
-        if self.ring_size > 1:
-            with self._naming(what, self.column_group):
+    def column_gather(self, x: Tensor) -> Arrival:
+        """Start gathering ``[m, ...]`` from all ranks of a ring of several, beside its transfers: ``[ring_size * m, ...]``."""
+        what, out = "gathering columns from the ring", x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
+        with self._naming(what, self.column_group):
+            work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
+        return Arrival(out, work, x, self._naming(what, self.column_group))
+
+    def column_shares(self, x: Tensor) -> Arrival:
+        """Start a sum over a ring of several ranks of which each gets its share: ``[ring_size * m, ...]`` -> ``[m, ...]``.
+
+        It runs beside the ring's transfers. ``x`` is used up.
+        """
+        what, share = "a sum of columns over the ring", x.shape[0] // self.ring_size
+        with self._naming(what, self.column_group):
+            if dist.get_backend(self.column_group) == "nccl":
+                out = x.new_empty(share, *x.shape[1:])
+                work = dist.reduce_scatter_tensor(out, x, group=self.column_group, async_op=True)
+            else:
+                out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
-        return Reduction(x, work, self._naming(what, self.column_group))
+        return Arrival(out, work, x, self._naming(what, self.column_group))
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -243,7 +257,7 @@ class Axes:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ."""
         if self.ring_size == 1:
             return x
-        counts = [int(c) for c in self.ring_gather(torch.tensor([x.shape[0]], device=x.device))]
+        counts = torch.cat(self.ring_gather(torch.tensor([x.shape[0]], device=x.device))).tolist()
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: x.shape[0]] = x
         return torch.cat([part[:count] for part, count in zip(self.ring_gather(padded), counts, strict=True)])
@@ -324,14 +338,14 @@ class Exchange:
         return self._result
 
 
-class Reduction:
-    """A sum under way, in place."""
+class Arrival:
+    """A collective operation under way. It holds what this rank gave until the operation is over."""
 
-    def __init__(self, x: Tensor, work: Any, naming: AbstractContextManager[None]) -> None:
-        self._x, self._work, self._naming = x, work, naming
+    def __init__(self, result: Tensor, work: Any, given: Tensor, naming: AbstractContextManager[None]) -> None:
+        self._result, self._work, self._given, self._naming = result, work, [given], naming
 
     def wait(self) -> Tensor:
-        """The sum, as often as asked.
+        """The result, as often as asked.
 
         Raises:
             SparseRingError: it took longer than the group's time-out, or a rank is gone.
@@ -340,7 +354,8 @@ class Reduction:
             with self._naming:
                 self._work.wait()
             self._work = None
-        return self._x
+            self._given.clear()
+        return self._result
 
 
 def _host_numbers(values: list[float]) -> Tensor:

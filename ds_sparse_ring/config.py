@@ -27,6 +27,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
+def _check_multiple(name: str, tokens: int | None) -> None:
+    if tokens is not None and tokens % BLOCK_TOKENS:
+        below = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        raise ValueError(f"{name} = {tokens} is not a multiple of {BLOCK_TOKENS}: use {below} or {below + BLOCK_TOKENS}")
+
+
 class PriceSelector(_Strict):
     """One price for all heads, layers and segments: columns first, then diagonals on what is left (the default)."""
 
@@ -84,10 +90,13 @@ class FullSelector(_Strict):
 
 
 class OffloadConfig(_Strict):
-    """Memory outside the device that a rank may use; 1 GiB is 2**30 bytes."""
+    """Memory that a rank may use for what checkpointed layers keep, most of it outside the device; 1 GiB is 2**30 bytes."""
 
     host_gib: float = Field(gt=0)
     """Pinned host memory, for each rank; GiB, above 0."""
+
+    device_gib: float = Field(default=0.0, ge=0)
+    """Device memory for what the last layers keep, which is then never copied; GiB, what `plan` leaves free; 0 is none."""
 
     disk_path: str | None = None
     """Folder on a local NVMe disk for what exceeds the host memory; needs libaio. Null is no disk."""
@@ -98,12 +107,20 @@ class OffloadConfig(_Strict):
     staging_gib: float = Field(default=2.0, gt=0)
     """Pinned memory beside host_gib through which tensors go to the disk and back; GiB, twice the largest of them."""
 
+    kv_page_tokens: int | None = Field(default=None, ge=BLOCK_TOKENS)
+    """Keys and values wait outside the device, and so many tokens of a shard are there at once; a multiple of 64; null is all."""
+
     @model_validator(mode="after")
     def _disk_is_whole(self) -> OffloadConfig:
         if self.disk_path is not None and self.disk_gib is None:
             raise ValueError(f'disk_path = "{self.disk_path}" needs disk_gib: how much each rank may take there')
         if self.disk_path is None and self.disk_gib is not None:
             raise ValueError(f"disk_gib = {self.disk_gib:g} needs disk_path: a folder on a local NVMe disk")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> OffloadConfig:
+        _check_multiple("kv_page_tokens", self.kv_page_tokens)
         return self
 
 
@@ -191,12 +208,7 @@ class SparseRingConfig(_Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> SparseRingConfig:
-        if self.segment_tokens is not None and self.segment_tokens % BLOCK_TOKENS:
-            below = self.segment_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-            raise ValueError(
-                f"segment_tokens = {self.segment_tokens} is not a multiple of {BLOCK_TOKENS}: "
-                f"use {below} or {below + BLOCK_TOKENS}"
-            )
+        _check_multiple("segment_tokens", self.segment_tokens)
         if self.inner == "gather" and self.inner_degree is None:
             raise ValueError(
                 'inner = "gather" needs inner_degree, the ranks whose keys and values are held at once: '
@@ -208,6 +220,11 @@ class SparseRingConfig(_Strict):
                 'set segment_tokens (e.g. 16384) or probe = "own"'
             )
         return self
+
+    @property
+    def page_tokens(self) -> int | None:
+        """Tokens of a page of keys and values that wait outside the device; None: they stay on it."""
+        return None if self.offload is None else self.offload.kv_page_tokens
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:

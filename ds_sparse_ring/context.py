@@ -11,10 +11,10 @@ from ds_sparse_ring.config import Selector, SparseRingConfig
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import Kernel
-from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.plan import RingPlan, ring_plan
-from ds_sparse_ring.spill import Spill
+from ds_sparse_ring.spill import Graph
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SequenceContext:
             queries are grouped.
         selector: what chooses the index for this micro-batch (the configured one, or the full index during warm-up).
         meter: where layers report density, recall and work.
-        spill: where checkpointed layers keep what they need again; None: on the device.
+        spill: where the checkpointed layers of this pass keep what they need again; None: on the device.
         heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
             rank's share of the heads, for all tokens of the group in the order of its ranks.
     """
@@ -38,7 +38,7 @@ class SequenceContext:
     selector: Selector
     kernel: Kernel
     meter: Meter
-    spill: Spill | None = None
+    spill: Graph | None = None
     heads_exchanged: bool = False
 
     @property
@@ -49,7 +49,13 @@ class SequenceContext:
     @property
     def plan(self) -> RingPlan:
         """This process's hops."""
-        return ring_plan(self.layout, self.rank, self.axes.inner_size, self.axes.inner_kind)
+        return ring_plan(self.layout, self.rank, self.axes.inner_size, self.axes.inner_kind, self.page_blocks)
+
+    @property
+    def page_blocks(self) -> int | None:
+        """Blocks of a page of keys and values in host memory; None: they stay on the device."""
+        tokens = self.config.page_tokens
+        return None if tokens is None else tokens // BLOCK
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse tensors that do not belong to this sequence (wrong layout, heads that do not divide, a batch dimension).

@@ -6,130 +6,21 @@ out: it overlaps with long sequences. Times in ms, sizes in bytes, of one rank.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
-
-from pydantic import BaseModel, ConfigDict
 
 from ds_sparse_ring.config import FullSelector, SparseRingConfig
-from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.hardware import Hardware
-from ds_sparse_ring.layout import BLOCK, Layout
-from ds_sparse_ring.plan import InnerKind
-from ds_sparse_ring.plan_check import PlanReport, check_plans
+from ds_sparse_ring.job import Job, Schedule
+from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.memory import Memory, memory_of, plan_report, ring_layout, rows_of
+from ds_sparse_ring.plan_check import PlanReport
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
-_BF16, _FP32, _INT64 = 2, 4, 8
-_IN_FLIGHT_LAYERS = 4  # whose kept tensors are on the device for copies: two on the way out, two on the way back
-_OPTIMIZER_BYTES = 12  # fp32 weights and two moments of Adam
-
-
-class ModelShape(BaseModel):
-    """The sizes of a decoder, by the names of Transformers' configurations."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    head_dim: int | None = None
-    tie_word_embeddings: bool = False
-
-    @property
-    def head_size(self) -> int:
-        """D."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of the matrix products of all layers."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        per_layer = self.hidden_size * (heads * self.head_size + 3 * self.intermediate_size)
-        return self.num_hidden_layers * per_layer
-
-    @property
-    def parameters(self) -> int:
-        """All, embeddings included."""
-        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-
-
-def _shape(width: int, inner: int, layers: int, heads: int, kv_heads: int, words: int, tied: bool = False) -> ModelShape:
-    return ModelShape(
-        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=words, head_dim=128, tie_word_embeddings=tied,
-    )  # fmt: skip
-
-
-SHAPES = {
-    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 152064),
-    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256),
-    "qwen2.5-32b": _shape(5120, 27648, 64, 40, 8, 152064),
-    "llama-3.1-70b": _shape(8192, 28672, 80, 64, 8, 128256),
-}
-
-
-def load_shape(name: str) -> ModelShape:
-    """A named shape, or that of a folder with ``config.json``.
-
-    Raises:
-        SparseRingError: neither.
-    """
-    if name in SHAPES:
-        return SHAPES[name]
-    file = Path(name) / "config.json"
-    if not file.is_file():
-        raise SparseRingError(f"model: {name!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
-    return ModelShape(**json.loads(file.read_text(encoding="utf-8")))
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be trained on what.
-
-    Attributes:
-        tokens: of a sequence. world: GPUs. density: active share of the causal pairs (1 for the full index); columns: share of
-            all causal pairs that are columns. zero_stage: 0 to 3. loss_tile: tokens whose logits exist at once.
-    """
-
-    model: ModelShape
-    hardware: Hardware
-    config: SparseRingConfig
-    tokens: int
-    world: int
-    density: float
-    columns: float
-    zero_stage: int = 3
-    loss_tile: int = 4096
-
-
-class Schedule(NamedTuple):
-    """Who exchanges what with whom: the configuration's ``ulysses_degree``, ``inner_degree`` and ``inner``."""
-
-    ulysses: int = 1
-    inner: int | None = None
-    kind: InnerKind = "ring"
-
-    def name(self, size: int) -> str:
-        """As a table shows it; ``size``: ranks that share a sequence."""
-        ring = size // self.ulysses
-        inner = ring if self.inner is None else self.inner
-        parts = [f"Ulysses {self.ulysses}"] * (self.ulysses > 1)
-        if self.kind == "gather":
-            parts += [f"ring of {ring // inner}"] * (inner < ring) + [f"gather of {inner}"]
-        else:
-            parts += [f"ring of {ring}" if self.inner is None else f"ring of {ring // inner} x {inner}"]
-        return " x ".join(parts)
+_BF16, _FP32 = 2, 4
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule of a job: times of one step (ms) and bytes of one rank, on the device and offloaded."""
+    """One schedule of a job: times of one step (ms) and memory of one rank."""
 
     schedule: Schedule
     forward: PassTime
@@ -139,14 +30,14 @@ class Estimate:
     columns_ms: float
     rest_ms: float
     layers: int
-    memory: float
-    host_memory: float
+    memory: Memory
     report: PlanReport
 
     @property
     def attention_ms(self) -> float:
-        """Of all layers, both passes, heads exchanged, columns waited for and index chosen."""
-        return self.layers * (self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms)
+        """Of all layers, both passes, heads exchanged, columns waited for and index chosen; outputs that are not kept again."""
+        per_layer = self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms
+        return self.layers * per_layer + self.memory.recomputed * self.forward.total
 
     @property
     def step_ms(self) -> float:
@@ -160,26 +51,6 @@ class Estimate:
         return self.layers * waiting / self.attention_ms
 
 
-def schedules(job: Job) -> list[Schedule]:
-    """What the job's ranks and heads allow: flat rings, inner rings of a node, and all of a node's shards gathered at once."""
-    size = job.config.check_degree(job.world)
-    found = []
-    for ulysses in (n for n in range(1, size + 1) if size % n == 0 and n <= job.hardware.node_ranks):
-        try:
-            job.config.model_copy(update={"ulysses_degree": ulysses}).check_heads(
-                job.model.num_attention_heads, job.model.num_key_value_heads
-            )
-        except SparseRingError:
-            continue
-        ring, within = size // ulysses, job.hardware.node_ranks // ulysses
-        found.append(Schedule(ulysses))
-        if 1 < within < ring and ring % within == 0:
-            found.append(Schedule(ulysses, within))
-        if (gathered := min(within, ring)) > 1 and ring % gathered == 0:
-            found.append(Schedule(ulysses, gathered, "gather"))
-    return found
-
-
 def estimate(job: Job, schedule: Schedule) -> Estimate:
     """One schedule.
 
@@ -189,34 +60,33 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     model, hardware, (ulysses, inner, kind) = job.model, job.hardware, schedule
     degrees = {"ulysses_degree": ulysses, "inner_degree": inner, "inner": kind}
     config = SparseRingConfig(**{**job.config.model_dump(), **degrees})
-    size = config.check_degree(job.world)
+    config.check_degree(job.world)
     config.check_heads(model.num_attention_heads, model.num_key_value_heads)
-    layout = Layout.for_blocks(config.layout, size, -(-job.tokens // BLOCK), ulysses).over_groups()
+    layout = ring_layout(job, schedule)
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
+    page_blocks = None if config.page_tokens is None else config.page_tokens // BLOCK
     full = isinstance(config.selector, FullSelector)
     rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
 
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
         work = Work(pair_ms, job.density, job.columns, _BF16 * shard, _FP32 * shard)
-        return simulate_pass(layout, inner, work, Links.of(hardware, ulysses), backward=backward, kind=kind)
+        links = Links.of(hardware, ulysses)
+        return simulate_pass(layout, inner, work, links, backward=backward, kind=kind, page_blocks=page_blocks)
 
     forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
-    # hops, transfers and buffers are the same for any number of blocks
-    report = check_plans(Layout.for_blocks(layout.kind, layout.ranks, 2 * layout.ranks), inner, kind)
-    local = layout.local_tokens // ulysses
+    local, report, memory = layout.local_tokens // ulysses, plan_report(job, schedule), memory_of(job, schedule)
     return Estimate(
         schedule,
         forward,
         backward,
         index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
-        columns_ms=_columns_ms(job, heads, layout.ranks, forward, backward),
+        columns_ms=_columns_ms(job, rows_of(job, heads, kv_heads), shard, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
         layers=model.num_hidden_layers,
-        memory=_memory(job, local, _BF16 * shard, report) + _column_bytes(job, heads),
-        host_memory=_kept(job, local) if job.config.offload is not None else 0.0,
+        memory=memory,
         report=report,
     )
 
@@ -233,46 +103,18 @@ def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
     return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
-def _columns(job: Job, heads: int) -> float:
-    """Columns of all segments and heads of a layer, each read by the queries of its segment; every rank has all of them."""
-    return heads * job.columns * job.tokens**2 / 2 / min(job.tokens, job.config.segment_tokens or job.tokens)
+def _columns_ms(job: Job, rows: float, shard: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
+    """What gathering distinct rows, and sharing out their gradients' sums, take beyond the hops beside: all but one of a pass.
 
-
-def _column_bytes(job: Job, heads: int) -> float:
-    """Tokens of the columns of all layers, and of the layer at work their keys and values, gathered, and gradients."""
-    return _columns(job, heads) * (_INT64 * job.model.num_hidden_layers + 2 * job.model.head_size * (_BF16 + _FP32))
-
-
-def _columns_ms(job: Job, heads: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
-    """What the sums of columns over the ring take beyond the hops that they run beside: all but one of each pass."""
+    Args:
+        shard: elements of a rank's keys and values, which the hops send over the same links.
+    """
     if ranks == 1:
         return 0.0
-    columns, machine = _columns(job, heads), job.hardware
+    machine = job.hardware
     rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
     waits = 0.0
-    for run, element in ((forward, _BF16), (backward, _FP32)):
-        sent = 2 * (ranks - 1) / ranks * 2 * columns * job.model.head_size * element
+    for run, element, of_hops in ((forward, _BF16, _BF16), (backward, _FP32, _BF16 + _FP32)):
+        sent = (ranks - 1) / ranks * 2 * rows * job.model.head_size * element + (ranks - 1) * shard * of_hops
         waits += max(0.0, machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
-    return waits
-
-
-def _kept(job: Job, local: int) -> float:
-    """Inputs and attention outputs of all checkpointed layers."""
-    model = job.model
-    attention = model.num_attention_heads * model.head_size
-    return model.num_hidden_layers * local * (model.hidden_size + attention) * _BF16
-
-
-def _memory(job: Job, local: int, kv_bytes: float, report: PlanReport) -> float:
-    """Weights, gradients and optimizer as ZeRO divides them; kept layer inputs and attention outputs; one layer at work."""
-    model, world, stage = job.model, job.world, job.zero_stage
-    weights, gradients, optimizer = (world if stage >= least else 1 for least in (3, 2, 1))
-    states = _BF16 / weights + _BF16 / gradients + _OPTIMIZER_BYTES / optimizer
-    attention = model.num_attention_heads * model.head_size
-    kept = _kept(job, local)
-    if job.config.offload is not None:  # only what is on its way: out, or back for the layers that are next
-        kept *= min(1.0, _IN_FLIGHT_LAYERS / model.num_hidden_layers)
-    layer = local * (6 * model.hidden_size + 3 * attention + 7 * model.intermediate_size) * _BF16
-    buffers = report.backward.kv_buffers * kv_bytes + report.backward.gradient_buffers * 2 * kv_bytes
-    logits = min(local, job.loss_tile) * model.vocab_size * (_BF16 + 2 * _FP32)
-    return states * model.parameters + kept + layer + buffers + logits
+    return waits if rows else 0.0

@@ -24,6 +24,8 @@ class Hardware(BaseModel):
     node_ranks: int
     """GPUs of a node."""
     memory_gib: float
+    host_gib: float
+    """Host memory of a GPU's share of its node; of the profiles assumed: 2 TB for 8 GPUs, 1 TB around the 40 GB ones."""
     dense_forward: float
     dense_backward: float
     """Dense causal attention, per active entry (4 D and 10 D)."""
@@ -37,6 +39,8 @@ class Hardware(BaseModel):
     """Link of one GPU to another one of its node, and of another node."""
     latency_ms: float
     """Of one transfer."""
+    host_gb_s: float = 50
+    """From pinned host memory to one GPU."""
     index_share: float
     """Time for choosing the index over that of the sparse attention of one layer, both passes."""
 
@@ -52,6 +56,7 @@ _A100: dict[str, Any] = {
     "inner_gb_s": 200,
     "outer_gb_s": 22,
     "latency_ms": 0.08,
+    "host_gb_s": 25,
     "index_share": 0.05,
 }
 _H200: dict[str, Any] = {
@@ -65,6 +70,7 @@ _H200: dict[str, Any] = {
     "inner_gb_s": 300,
     "outer_gb_s": 45,
     "latency_ms": 0.08,
+    "host_gb_s": 55,
     "index_share": 0.04,
 }
 _CPU: dict[str, Any] = {
@@ -78,14 +84,15 @@ _CPU: dict[str, Any] = {
     "inner_gb_s": 2,
     "outer_gb_s": 1,
     "latency_ms": 0.2,
+    "host_gb_s": 10,
     "index_share": 1.0,
 }
 _PROFILES = [
-    Hardware(name="h200", memory_gib=139, **_H200),
-    Hardware(name="h100", memory_gib=79, **{**_H200, "source": "assumed: as h200, which has the same peak"}),
-    Hardware(name="a100-80gb", memory_gib=79, **_A100),
-    Hardware(name="a100-40gb", memory_gib=39, **_A100),
-    Hardware(name="cpu", memory_gib=24, **_CPU),
+    Hardware(name="h200", memory_gib=139, host_gib=238, **_H200),
+    Hardware(name="h100", memory_gib=79, host_gib=238, **{**_H200, "source": "assumed: as h200, which has the same peak"}),
+    Hardware(name="a100-80gb", memory_gib=79, host_gib=238, **_A100),
+    Hardware(name="a100-40gb", memory_gib=39, host_gib=119, **_A100),
+    Hardware(name="cpu", memory_gib=24, host_gib=24, **_CPU),
 ]
 
 

@@ -73,21 +73,30 @@ class Index(Protocol):
 _T = TypeVar("_T")
 
 
+def _once(made: dict[Any, Any], key: Any, make: Callable[[], _T]) -> _T:
+    if key not in made:
+        made[key] = make()
+    found: _T = made[key]
+    return found
+
+
 class _Derived:
-    """Tables that kernels make from an index, once a pass."""
+    """Tables that are made from an index, once a pass."""
 
     _derived: dict[Any, Any]
+    _noted: dict[Any, Any]
 
     def derived(self, key: Any, make: Callable[[], _T]) -> _T:
         """What ``make`` gave for this key, the first time."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        found: _T = self._derived[key]
-        return found
+        return _once(self._derived, key, make)
 
     def forget(self) -> None:
         """Drop what was derived: it is made again faster than many layers' worth of it is kept until the backward pass."""
         self._derived.clear()
+
+    def noted(self, key: Any, make: Callable[[], _T]) -> _T:
+        """As `derived`, but never forgotten: for numbers that the host would wait for again."""
+        return _once(self._noted, key, make)
 
 
 class _NoColumns:
@@ -137,6 +146,7 @@ class BlockLists(_NoColumns, _Derived):
     block_ptr: Tensor
     block_values: Tensor
     _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _noted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_keys(cls, segments: tuple[Segment, ...], patterns: int, heads_per_pattern: int, pairs: Tensor) -> BlockLists:
@@ -195,6 +205,7 @@ class VerticalSlash(_Derived):
     column_ptr: Tensor
     column_values: Tensor
     _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _noted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_keys(

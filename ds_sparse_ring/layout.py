@@ -98,6 +98,12 @@ class Span:
         start = self.map.start + self.map.stride * (low - self.local_begin)
         return Span(low - begin, high - low, BlockMap(self.map.stride, start))
 
+    def since(self, block: int) -> Span:
+        """The part whose global blocks are not below ``block``; counted from where the span is."""
+        before = max(0, -((self.first - block) // self.map.stride))
+        start = self.map.start + self.map.stride * before
+        return Span(self.local_begin + before, self.blocks - before, BlockMap(self.map.stride, start))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -178,6 +184,11 @@ class Layout:
             held |= present
         return row, held
 
+    def shard_rows(self, tokens: Tensor) -> Tensor:
+        """Rows of global token ids in the shards of all ranks, one after the other: ``rank * local_tokens + local row``."""
+        places = _block_places(self, tokens.device)
+        return places[torch.div(tokens, BLOCK, rounding_mode="floor")] * BLOCK + tokens % BLOCK
+
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rank's part of a global tensor with ``blocks * BLOCK`` entries along ``dim``."""
         if x.shape[dim] != self.blocks * BLOCK:
@@ -201,3 +212,13 @@ class Layout:
 @torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
 def _token_ids(layout: Layout, rank: int) -> Tensor:
     return (layout.block_ids(rank)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _block_places(layout: Layout, device: torch.device) -> Tensor:
+    """Place of each global block in the shards of all ranks, one after the other, int64 ``[blocks]``."""
+    order = torch.cat([layout.block_ids(rank) for rank in range(layout.ranks)])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel())
+    return places.to(device)

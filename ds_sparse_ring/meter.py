@@ -144,7 +144,7 @@ class Meter:
 
         Returns:
             Means over ranks: ``compute_s``, attention's kernels; ``exposed_s``, what attention stood still for: ``ring_wait_s``
-            for the ring's transfers, ``columns_s`` for the sums of columns over the ring, ``heads_s`` for the exchange within
+            for the ring's transfers, ``columns_s`` for columns and their gradients, ``heads_s`` for the exchange within
             Ulysses groups (waiting for a rank that comes late is in them, too); ``sent_inner_bytes``, ``sent_outer_bytes`` to
             neighbours in the ring and to other inner rings; ``host_us_per_hop``, the host's time for a turn of the loop, without
             that for taking times (on a CPU the kernels and waits are part of it). ``exposed``: exposed_s as a share of

@@ -16,18 +16,25 @@ stay the same, and a group of all ranks is a plain all-gather. Backward: as soon
 where parts are added in the order of the ring: the same bits, for one transfer fewer. A reduce-scatter at the end of the round
 would send no less, hold all parts at once, hide behind no work, and leave the order of the sum to the library.
 
+Pages (for keys and values in host memory, after FPDT, arXiv 2408.16978): shards are cut into pages of so many local blocks, and
+page after page goes around the ring by the same hops, so that a device holds a few pages and never a shard. FPDT's loop over
+pairs of chunks fetches keys and values once for each chunk of queries, which a sparse index cannot hide; here the queries of a
+layer stay, each page is fetched once, and the ring carries the same bytes. In a ring of one rank it is a plain loop over pages. A
+page holds the diagonal of its own queries, so none is inactive as a whole, whatever the index; queries before it are left out of
+its calls. A page's gradient goes its last way home while the next page's first hops run.
+
 The plan depends on the layout alone, never on the index: empty work returns at once in the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.layout import Layout, Span
+from ds_sparse_ring.layout import BLOCK, Layout, Span
 
 Level = Literal["inner", "outer"]
 InnerKind = Literal["ring", "gather"]
@@ -43,13 +50,28 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Page:
+    """Local blocks ``[begin, end)`` of every rank's shard, whose keys and values go around the ring together."""
+
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> slice:
+        """The page's rows in a rank's local tensors."""
+        return slice(self.begin * BLOCK, self.end * BLOCK)
+
+
+@dataclass(frozen=True)
 class Pair:
     """A span of queries and a span of keys that attention is computed on in one call.
 
     Attributes:
-        first, last: of the calls on the query span. The first one writes its results, the others merge into them. The columns
-            are done with the last one forward and with the first one backward, so that their sums over the ring hide behind
-            the hops between.
+        q: rows of the rank's shard. k: rows of the page.
+        first, last: of the calls on a rank's span of queries, which are about all of it. The first one writes its results, the
+            others merge into them. The columns are done with the last one forward and with the first one backward, so that
+            their sums over the ring hide behind the hops between.
     """
 
     q: Span
@@ -64,6 +86,8 @@ class Hop:
 
     Attributes:
         source: ring rank whose keys and values are computed on.
+        load: first hop of a page: this rank's own part of it comes from where it is kept.
+        ends_page: last hop of a page: backward, its gradient is on its last way home while the next hop, if any, is computed.
         kv: passes the keys and values on while they are computed on. What arrives is for the next hops, in order: for the next
             one, or, as a gathered group's round begins, for all that are left of it.
         kv_ahead: first hop of a round: passes the same keys and values on to the next node; what arrives begins the next round.
@@ -74,6 +98,8 @@ class Hop:
     """
 
     source: int
+    load: Page | None
+    ends_page: bool
     kv: tuple[Transfer, ...]
     kv_ahead: Transfer | None
     dkv: Transfer | None
@@ -83,9 +109,14 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The hops of one rank, in order; ``home``: backward, takes the sums of the last round home, None in a flat ring."""
+    """The hops of one rank, in order, page by page.
+
+    Attributes:
+        home: backward: takes a page's sums of the last round home, None in a flat ring.
+    """
 
     rank: int
+    pages: tuple[Page, ...]
     hops: tuple[Hop, ...]
     home: Transfer | None
 
@@ -98,12 +129,15 @@ class RingPlan:
 # Asked for twice a layer, which takes about 1 us. A batch with another number of blocks costs 0.06 ms for a ring of 8 ranks and 2
 # ms for one of 512, so it matters little how many are kept; 256 plans for 512 ranks are 64 MiB.
 @lru_cache(maxsize=256)
-def ring_plan(layout: Layout, rank: int, inner: int | None = None, kind: InnerKind = "ring") -> RingPlan:
+def ring_plan(
+    layout: Layout, rank: int, inner: int | None = None, kind: InnerKind = "ring", page_blocks: int | None = None
+) -> RingPlan:
     """The plan of ``rank`` for a ring over ``layout.ranks`` ranks (Ring Attention, arXiv 2310.01889, section 3).
 
     Args:
         inner: ranks of an inner ring, neighbours; None: one flat ring.
         kind: whether keys and values turn in an inner ring or are gathered at once.
+        page_blocks: blocks of a page; the last one may be shorter. None: a shard is one page.
 
     Raises:
         SparseRingError: inner rings of that size do not fill the ring.
@@ -116,19 +150,28 @@ def ring_plan(layout: Layout, rank: int, inner: int | None = None, kind: InnerKi
     outward = _shift(node, 1, nodes, lambda x: x * size + place, "outer") if nodes > 1 else None
     steps = [(turn, step) for turn in range(nodes) for step in range(size)]
     sources = [(node - turn) % nodes * size + (place - step) % size for turn, step in steps]
-    spans = _spans(layout)
+    pages, spans = _pages(layout.blocks_per_rank, page_blocks), _spans(layout)
+    work = iter(_work(spans[rank], [(page, spans[source]) for page in pages for source in sources], paged=len(pages) > 1))
     hops = [
         Hop(
             source,
+            load=page if (turn, step) == (0, 0) else None,
+            ends_page=(turn, step) == steps[-1],
             kv=kv[step],
             kv_ahead=outward if step == 0 and turn < nodes - 1 else None,
             dkv=dkv[step],
             dkv_ahead=outward if step == 0 and turn > 0 else None,
-            work=work,
+            work=next(work),
         )
-        for (turn, step), source, work in zip(steps, sources, _work(spans[rank], [spans[s] for s in sources]), strict=True)
+        for page in pages
+        for (turn, step), source in zip(steps, sources, strict=True)
     ]
-    return RingPlan(rank, tuple(hops), home=outward)
+    return RingPlan(rank, pages, tuple(hops), home=outward)
+
+
+def _pages(blocks: int, page_blocks: int | None) -> tuple[Page, ...]:
+    size = blocks if page_blocks is None else page_blocks
+    return tuple(Page(number, begin, min(begin + size, blocks)) for number, begin in enumerate(range(0, blocks, size)))
 
 
 def _inner_transfers(
@@ -158,13 +201,20 @@ def _spans(layout: Layout) -> list[tuple[Span, ...]]:
     return [layout.spans(rank) for rank in range(layout.ranks)]
 
 
-def _work(queries: tuple[Span, ...], keys_of_hops: list[tuple[Span, ...]]) -> list[tuple[Pair, ...]]:
+def _work(
+    queries: tuple[Span, ...], keys_of_hops: Sequence[tuple[Page, tuple[Span, ...]]], *, paged: bool
+) -> list[tuple[Pair, ...]]:
     """For each hop the pairs that are not in the future. A span's own keys come first: that call has its diagonal."""
-    calls = [(hop, q, k) for hop, keys in enumerate(keys_of_hops) for q in queries for k in keys if q.last >= k.first]
-    calls.sort(key=lambda call: (call[0], call[1] != call[2]))
-    last = {q: at for at, (_, q, _) in enumerate(calls)}
-    first = {q: at for at, (_, q, _) in reversed(list(enumerate(calls)))}
+    calls = []
+    for hop, (page, keys) in enumerate(keys_of_hops):
+        parts = [(whole, whole.cut(page.begin, page.end)) for whole in keys]
+        of_hop = [(hop, q, k, q != whole) for q in queries for whole, k in parts if k.blocks > 0 and q.last >= k.first]
+        calls += sorted(of_hop, key=lambda call: call[3])
+    last = {q: at for at, (_, q, *_) in enumerate(calls)}
+    first = {q: at for at, (_, q, *_) in reversed(list(enumerate(calls)))}
     work: list[list[Pair]] = [[] for _ in keys_of_hops]
-    for at, (hop, q, k) in enumerate(calls):
-        work[hop].append(Pair(q, k, first=first[q] == at, last=last[q] == at))
+    for at, (hop, q, k, _) in enumerate(calls):
+        is_first, is_last = first[q] == at, last[q] == at
+        rows = q.since(k.first) if paged and not (is_first or is_last) else q
+        work[hop].append(Pair(rows, k, is_first, is_last))
     return [tuple(pairs) for pairs in work]

@@ -1,7 +1,8 @@
 """What a ring's plans do, found by running them as data: the same steps as in `attention`, on names instead of tensors.
 
-A rank's program is a list of steps: post a transfer, wait for one, compute a hop. Programs of all ranks run until each has
-ended or none can go on. What a transfer carries is a shard's number, and for gradients the set of ranks whose part is in it.
+A rank's program is a list of steps: load a page, post a transfer, wait for one, compute a hop. Programs of all ranks run until
+each has ended or none can go on. What a transfer carries is the number of a shard and of its page, and for gradients the set of
+ranks whose part is in it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.layout import Layout, Span
-from ds_sparse_ring.plan import Hop, InnerKind, Pair, RingPlan, Transfer, ring_plan
+from ds_sparse_ring.layout import Layout
+from ds_sparse_ring.plan import Hop, InnerKind, Page, RingPlan, Transfer, ring_plan
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass of one rank, the busiest in each figure; in shards of keys and values or of their gradients.
+    """One pass of one rank, the busiest in each figure; in pages of keys and values or of their gradients.
 
     Attributes:
-        kv_buffers, gradient_buffers: most shards held at once: computed on, being sent, being received.
-        inner, outer: shards sent within the inner ring, and to the next node; of both kinds.
+        kv_buffers, gradient_buffers: most pages held at once: computed on, being sent, being received, loaded ahead.
+        inner, outer: pages sent within the inner ring, and to the next node; of both kinds.
     """
 
     kv_buffers: int
@@ -41,15 +42,15 @@ class PlanReport:
     backward: PassReport
 
 
-def check_plans(layout: Layout, inner: int | None = None, kind: InnerKind = "ring") -> PlanReport:
+def check_plans(layout: Layout, inner: int | None = None, kind: InnerKind = "ring", page_blocks: int | None = None) -> PlanReport:
     """Check the plans of all ranks of a ring.
 
     Raises:
         SparseRingError: a pair of blocks that is not computed exactly once, a call that wrongly counts as the first or last one
             on its queries, keys that are not those that a hop wants, a transfer without its counterpart, a deadlock, or a
-            gradient that does not come home whole.
+            page's gradient that does not come home whole.
     """
-    plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
+    plans = [ring_plan(layout, rank, inner, kind, page_blocks) for rank in range(layout.ranks)]
     _check_coverage(layout, plans)
     return PlanReport(_report(plans, backward=False), _report(plans, backward=True))
 
@@ -66,31 +67,37 @@ def _check_coverage(layout: Layout, plans: list[RingPlan]) -> None:
         times = computed[q_block, k_block]
         raise SparseRingError(f"plan: query block {q_block} and key block {k_block} are computed {times} times")
     for plan in plans:
-        _check_calls(plan)
+        _check_calls(plan, layout.blocks_per_rank)
 
 
-def _check_calls(plan: RingPlan) -> None:
-    """The first call on a query span writes its results, the first or the last one takes the columns."""
-    calls: dict[Span, list[Pair]] = {}
-    for hop in plan.hops:
+def _check_calls(plan: RingPlan, blocks: int) -> None:
+    """The first call on a query writes its result, the last or, backward, the first one takes the columns; each is once.
+
+    Gradients of columns leave after the first hop, so all first calls are in it.
+    """
+    written, done = np.zeros(blocks, bool), np.zeros(blocks, bool)
+    for step, hop in enumerate(plan.hops):
         for pair in hop.work:
-            calls.setdefault(pair.q, []).append(pair)
-    for span, pairs in calls.items():
-        flags = [(pair.first, pair.last) for pair in pairs]
-        if flags != [(at == 0, at == len(pairs) - 1) for at in range(len(pairs))]:
-            raise SparseRingError(f"plan of rank {plan.rank}: (first, last) of the calls on {span} are {flags}")
+            rows = slice(pair.q.local_begin, pair.q.local_begin + pair.q.blocks)
+            begun = written[rows].any() if pair.first else not written[rows].all()
+            if begun or done[rows].any() or (pair.first and step > 0):
+                raise SparseRingError(f"plan of rank {plan.rank}: in hop {step} a call is wrongly the first or last one: {pair}")
+            written[rows], done[rows] = True, pair.last
+    if not (written.all() and done.all()):
+        raise SparseRingError(f"plan of rank {plan.rank}: queries without a first or last call")
 
 
 Step = tuple[str, int]
-"""What is posted, and in which hop."""
+"""What is posted, and in which hop; a page's last way home: for which page."""
 
 
 class Cargo(NamedTuple):
-    """A buffer with a shard of keys and values, or with its gradient, in which ``parts``, a bitmask of ranks, are summed."""
+    """A buffer with a page of a shard, or with its gradient, in which ``parts``, a bitmask of ranks, are summed."""
 
     buffer: int
     shard: int
     parts: int = 0
+    page: int = 0
 
 
 @dataclass(slots=True)
@@ -128,12 +135,19 @@ class RankRun:
         self._variables: dict[str, tuple[int, ...]] = {}
         self._holders: dict[str, dict[int, int]] = {"kv": {}, "dkv": {}}
         self._buffers = 0
-        self.result: Cargo | None = None
+        self.results: dict[int, Cargo] = {}  # by page
 
-    def new(self, shard: int, parts: int = 0) -> Cargo:
+    def new(self, shard: int, parts: int = 0, page: int = 0) -> Cargo:
         """A buffer of its own."""
         self._buffers += 1
-        return Cargo(self._buffers, shard, parts)
+        return Cargo(self._buffers, shard, parts, page)
+
+    def load(self, page: Page, following: Page | None) -> Cargo:
+        """A page of the rank's own keys and values, and the next one ahead."""
+        kv = self.new(self.rank, page=page.number)
+        self.keep("kv", kv)
+        self.keep("kv ahead", *([] if following is None else [self.new(self.rank, page=following.number)]))
+        return kv
 
     def keep(self, variable: str, *cargo: Cargo) -> None:
         """A variable now holds these buffers and no others; its name begins with the kind of what it holds."""
@@ -182,7 +196,7 @@ class RankRun:
                     raise SparseRingError(
                         f"plan: rank {self.rank} waits for {name} of hop {hop} from rank {peer.rank}, which sends it elsewhere"
                     )
-                posted.received[i] = Cargo(posted.received[i].buffer, theirs.sent.shard, theirs.sent.parts)
+                posted.received[i] = theirs.sent._replace(buffer=posted.received[i].buffer)
                 theirs.taken += 1
                 if theirs.taken == len(theirs.transfers):
                     peer.posted[posted.step] = None
@@ -212,8 +226,9 @@ def run_plans(plans: list[RingPlan], ranks: Sequence[RankRun], *, backward: bool
                 raise SparseRingError(f"plan: rank {state.rank} sends {name} of hop {hop} to a rank that does not wait for it")
     everyone = (1 << len(plans)) - 1
     for rank, state in enumerate(ranks):
-        if backward and (state.result is None or (state.result.shard, state.result.parts) != (rank, everyone)):
-            raise SparseRingError(f"plan: rank {rank} ends with gradient {state.result}, not with its own whole one")
+        home = {page: (cargo.shard, cargo.parts, cargo.page) for page, cargo in state.results.items()}
+        if backward and home != {page.number: (rank, everyone, page.number) for page in plans[rank].pages}:
+            raise SparseRingError(f"plan: rank {rank} ends with gradients {state.results}, not with its own whole ones")
 
 
 def _report(plans: list[RingPlan], *, backward: bool) -> PassReport:
@@ -230,11 +245,13 @@ def _report(plans: list[RingPlan], *, backward: bool) -> PassReport:
 
 def plan_steps(plan: RingPlan, me: RankRun, backward: bool) -> Program:
     """The loops of `attention.ring_forward` and `attention.ring_backward`; yields False after each hop."""
-    kv = me.new(plan.rank)
-    me.keep("kv", kv)
-    arriving = following = me.post("kv following", ("kv_ahead", -1), (), kv)
-    homeward = _Homeward(me)
+    pages, returns = iter(plan.pages[1:]), _Returns(me, plan.home)
+    kv, homeward = me.new(-1), _Homeward(me)
     for step, hop in enumerate(plan.hops):
+        if hop.load is not None:
+            following_page = next(pages, None)
+            kv = me.load(hop.load, following_page if backward else None)
+            arriving = following = me.post("kv following", ("kv_ahead", -1), (), kv)
         if hop.kv_ahead is not None:
             following = me.post("kv following", ("kv_ahead", step), [hop.kv_ahead], kv)
         if hop.kv:
@@ -243,16 +260,56 @@ def plan_steps(plan: RingPlan, me: RankRun, backward: bool) -> Program:
             raise SparseRingError(f"plan: rank {plan.rank} holds shard {kv.shard} in hop {step}, which is for {hop.source}")
         me.compute(step, hop)
         if backward:
-            yield from homeward.send(me.new(kv.shard, 1 << plan.rank), step, hop)
+            me.keep("dkv", dkv := me.new(kv.shard, 1 << plan.rank, kv.page))
+            yield from returns.go_on()
+            yield from homeward.send(dkv, step, hop)
+            if hop.ends_page:
+                yield from returns.expect(homeward)
+                homeward = _Homeward(me)
         yield False
+        if hop.ends_page:
+            continue
         if arriving.left:
             kv = yield from me.wait(arriving, drop=True)
         else:
             kv = yield from me.wait(following)
         me.keep("kv", kv)
     if backward:
-        home = yield from homeward.end_round(len(plan.hops), plan.home)
-        me.result = yield from me.wait(home)
+        yield from returns.finish()
+
+
+class _Returns:
+    """`attention._Returns`."""
+
+    def __init__(self, me: RankRun, home: Transfer | None) -> None:
+        self._me, self._home = me, home
+        self._homeward: _Homeward | None = None
+        self._total: Posted | None = None
+        self._pages = 0
+
+    def expect(self, homeward: _Homeward) -> Program:
+        yield from self.finish()
+        self._homeward = homeward
+        if self._home is None and not homeward.travelling:
+            yield from self.finish()
+
+    def go_on(self) -> Program:
+        if self._homeward is not None:
+            self._total = yield from self._homeward.end_round(("dkv_home", self._pages), self._home)
+            self._me.keep("dkv returning", self._total.sent)
+            self._homeward = None
+            if self._home is not None:
+                return
+        if self._total is not None:
+            total = yield from self._me.wait(self._total)
+            self._me.keep("dkv returning")
+            self._me.results[self._pages] = total
+            self._pages += 1
+            self._total = None
+
+    def finish(self) -> Program:
+        yield from self.go_on()
+        yield from self.go_on()
 
 
 class _Homeward:
@@ -264,10 +321,13 @@ class _Homeward:
         self._travelling: Posted | None = None
         self._total: Posted | None = None
 
+    @property
+    def travelling(self) -> bool:
+        return self._travelling is not None
+
     def send(self, dkv: Cargo, step: int, hop: Hop) -> Program:
-        self._me.keep("dkv", dkv)
         if hop.dkv_ahead is not None:
-            self._total = yield from self.end_round(step, hop.dkv_ahead)
+            self._total = yield from self.end_round(("dkv_ahead", step), hop.dkv_ahead)
         if self._travelling is not None:
             arrived = yield from self._me.wait(self._travelling)
             if self._at_home is None:
@@ -280,7 +340,7 @@ class _Homeward:
         else:
             self._travelling = self._me.post("dkv travelling", ("dkv", step), [hop.dkv], dkv)
 
-    def end_round(self, step: int, transfer: Transfer | None) -> Generator[bool, None, Posted]:
+    def end_round(self, step: Step, transfer: Transfer | None) -> Generator[bool, None, Posted]:
         parts = [] if self._at_home is None else [self._at_home]
         for posted in (self._travelling, self._total):
             if posted is not None:
@@ -288,10 +348,12 @@ class _Homeward:
         self._at_home = self._travelling = self._total = None
         for variable in ("dkv at home", "dkv travelling 0"):
             self._me.keep(variable)
-        return self._me.post("dkv total", ("dkv_ahead", step), [] if transfer is None else [transfer], reduce(_add, parts))
+        return self._me.post("dkv total", step, [] if transfer is None else [transfer], reduce(_add, parts))
 
 
 def _add(a: Cargo, b: Cargo) -> Cargo:
-    if a.shard != b.shard or a.parts & b.parts:
-        raise SparseRingError(f"plan: gradients of shards {a.shard} and {b.shard} are added, or a rank's part twice")
-    return Cargo(a.buffer, a.shard, a.parts | b.parts)
+    if (a.shard, a.page) != (b.shard, b.page) or a.parts & b.parts:
+        raise SparseRingError(
+            f"plan: gradients of shards {a.shard} and {b.shard}, pages {a.page} and {b.page}, are added, or a rank's part twice"
+        )
+    return a._replace(parts=a.parts | b.parts)

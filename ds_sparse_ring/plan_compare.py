@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import Estimate, Job, Schedule, estimate
+from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
+from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.run_log import RunLog, read_run
 
 
@@ -77,5 +78,5 @@ def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
         ),
         ("worker imbalance", run.median("time_imbalance"), e.backward.imbalance),
         ("hop imbalance", run.median("hop_imbalance"), (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2),
-        ("peak memory GiB", run.median("peak_memory_gib"), e.memory / 2**30),
+        ("peak memory GiB", run.median("peak_memory_gib"), e.memory.device / 2**30),
     ]

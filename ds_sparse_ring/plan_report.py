@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,66 +11,107 @@ from rich.table import Table
 from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import Estimate, Job, estimate, load_shape, schedules
+from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.job import Job, Schedule, load_shape, schedules, states_of
+from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, longest_sequence, memory_of
 from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
 
 
-def print_plan(
-    file: Path | None,
-    model: str,
-    seq: str,
-    world: int,
-    hardware: str,
-    density: float,
-    columns: float,
-    timeline: Path | None,
-) -> None:
+def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     """Estimate every schedule, print them and the fastest one that fits.
+
+    Args:
+        title: the model as the user named it.
 
     Raises:
         SparseRingError: a set-up that is impossible, naming what would be possible.
     """
-    config = SparseRingConfig() if file is None else SparseRingConfig.from_deepspeed(file)
-    stage = 3 if file is None else int(load_ds_json(file).get("zero_optimization", {}).get("stage", 0))
-    full = isinstance(config.selector, FullSelector)
-    if not 0 <= columns <= density <= 1:
-        raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
-    share = (1.0, 0.0) if full else (density, columns)
-    job = Job(load_shape(model), load_hardware(hardware), config, parse_tokens(seq), world, *share, zero_stage=stage)
     found = [estimate(job, schedule) for schedule in schedules(job)]
     if not found:
-        raise SparseRingError(f"plan: no schedule fits {world} ranks and the heads of {model}: set degree or ulysses_degree to 1")
-    table = Table(title=f"{model}, {job.tokens} tokens, {world} x {job.hardware.name}, ZeRO-{stage}", title_justify="left")
-    memory = ("memory GiB",) if config.offload is None else ("memory GiB", "offloaded GiB")
-    for heading in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+        raise SparseRingError(
+            f"plan: no schedule fits {job.world} ranks and the heads of {title}: set degree or ulysses_degree to 1"
+        )
+    heading = f"{title}, {job.tokens} tokens, {job.world} x {job.hardware.name}, ZeRO-{job.zero_stage}"
+    table = Table(title=heading, title_justify="left")
+    memory = ["memory GiB"] + [f"{tier} GiB" for tier in ("host", "disk") if any(getattr(e.memory, tier) for e in found)]
+    for name in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
     for e in sorted(found, key=lambda e: e.step_ms):
-        table.add_row(*_row(e, job))
-    console = Console(width=None if Console().is_terminal else 120)
+        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / 2**30:.0f}" for name in memory[1:]])
+    console = _console()
     console.print(table)
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
-    fitting = [e for e in found if _fits(e, job)]
+    fitting = [e for e in found if not e.memory.misfits(job.hardware)]
     if not fitting:
-        console.print(
-            "no schedule fits the memory: more ranks to a sequence (degree), a higher ZeRO stage, or another "
-            f"{SparseRingConfig.SECTION}.offload"
-        )
+        _print_misfit(min(found, key=lambda e: e.memory.device), job, console)
         return
     best = min(fitting, key=lambda e: e.step_ms)
-    ulysses, inner, kind = best.schedule
-    console.print(f'fastest that fits: "ulysses_degree": {ulysses}, "inner_degree": {inner or "null"}, "inner": "{kind}"')
+    console.print(f"fastest that fits: {_settings(best.schedule)}")
+    console.print(f"its device memory: {_parts(best.memory)}")
     if timeline is not None:
         save_trace(best.backward.events, timeline)
         save_timeline(best.backward.events, timeline.with_suffix(".png"))
         console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
 
 
-def _fits(e: Estimate, job: Job) -> bool:
-    offload = job.config.offload
-    outside = 0.0 if offload is None else offload.host_gib + (offload.disk_gib or 0.0)
-    return e.memory < job.hardware.memory_gib * 2**30 and e.host_memory <= outside * 2**30
+def print_longest(job: Job, title: str) -> None:
+    """The longest sequence that fits, and what a longer one lacks."""
+    console = _console()
+    tokens, schedule, reasons = longest_sequence(job)
+    size = job.config.check_degree(job.world)
+    machine = f"{job.world} x {job.hardware.name} with {job.hardware.host_gib:g} GiB of host memory each"
+    where = f"{title}, {machine}, ZeRO-{job.zero_stage}"
+    if schedule is None:
+        console.print(f"{where}: not even {MAX_SEQUENCE_UNIT} tokens fit: {'; '.join(reasons)}")
+        return
+    memory = memory_of(replace(job, tokens=tokens), schedule)
+    console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {_settings(schedule)}")
+    console.print(f"bound by: {'; '.join(reasons)} (at {tokens + MAX_SEQUENCE_UNIT} tokens)")
+    console.print(f"device memory: {_parts(memory)}")
+    console.print(f"host memory {memory.host / 2**30:.1f} GiB, disk {memory.disk / 2**30:.1f} GiB a rank")
+    if memory.recomputed:
+        console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
+    console.print("predicted, not measured")
+
+
+def read_job(file: Path | None, model: str, tokens: int, world: int, hardware: str, density: float, columns: float) -> Job:
+    """What is to be planned, from a DeepSpeed file (None: the defaults, ZeRO-3) and the command line.
+
+    Raises:
+        SparseRingError: naming what is wrong with which of them.
+    """
+    config = SparseRingConfig() if file is None else SparseRingConfig.from_deepspeed(file)
+    states = {"zero_stage": 3} if file is None else states_of(load_ds_json(file))
+    if not 0 <= columns <= density <= 1:
+        raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
+    share = (1.0, 0.0) if isinstance(config.selector, FullSelector) else (density, columns)
+    return Job(load_shape(model), load_hardware(hardware), config, tokens, world, *share, **states)
+
+
+def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
+    console.print(f"no schedule fits the memory; {'; '.join(nearest.memory.misfits(job.hardware))}")
+    console.print(f"device memory: {_parts(nearest.memory)}")
+    console.print(
+        "ways out: more ranks to a sequence (degree), a higher ZeRO stage, layer_chunk_tokens, or another "
+        f"{SparseRingConfig.SECTION}.offload"
+    )
+
+
+def _parts(memory: Memory) -> str:
+    """GiB, the largest first."""
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    return ", ".join([f"{memory.device / 2**30:.1f} GiB", *(f"{name} {nbytes / 2**30:.1f}" for name, nbytes in parts)])
+
+
+def _settings(schedule: Schedule) -> str:
+    ulysses, inner, kind = schedule
+    return f'"ulysses_degree": {ulysses}, "inner_degree": {inner or "null"}, "inner": "{kind}"'
+
+
+def _console() -> Console:
+    return Console(width=None if Console().is_terminal else 120)
 
 
 def _row(e: Estimate, job: Job) -> list[str]:
@@ -83,8 +125,7 @@ def _row(e: Estimate, job: Job) -> list[str]:
         f"{100 * e.exposed:.1f} %",
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",
-        f"{e.memory / 2**30:.0f}",
-        *([] if job.config.offload is None else [f"{e.host_memory / 2**30:.0f}"]),
+        f"{e.memory.device / 2**30:.0f}",
     ]
 
 

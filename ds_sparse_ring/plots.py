@@ -180,7 +180,7 @@ def _shade_warmup(axes: Axes, steps: int) -> None:
         axes.text(steps / 2, 0.02, "dense", transform=axes.get_xaxis_transform(), ha="center", color="0.4")
 
 
-_LANE_COLORS = {"compute": "#1f77b4", "wait": "#d62728", "send inner": "#2ca02c", "send outer": "#ff7f0e"}
+_LANE_COLORS = {"compute": "#1f77b4", "wait": "#d62728", "send inner": "#2ca02c", "send outer": "#ff7f0e", "load": "#9467bd"}
 
 
 def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> None:
@@ -190,7 +190,7 @@ def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> Non
     axes = figure.add_subplot()
     shown = sorted({e.rank for e in events})[:ranks]
     for place, rank in enumerate(shown):
-        for height, lanes in ((0.1, ("send outer",)), (0.25, ("send inner",)), (0.4, ("compute", "wait"))):
+        for height, lanes in ((0.1, ("send outer",)), (0.25, ("send inner",)), (0.4, ("compute", "wait")), (0.83, ("load",))):
             for lane in lanes:
                 bars = [(e.begin, e.end - e.begin) for e in events if e.rank == rank and e.lane == lane]
                 size = 0.4 if lane in ("compute", "wait") else 0.12
@@ -202,7 +202,7 @@ def save_timeline(events: Sequence[Event], path: Path, *, ranks: int = 8) -> Non
         handles=[Patch(color=color, label=lane) for lane, color in _LANE_COLORS.items()],
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
-        ncols=4,
+        ncols=len(_LANE_COLORS),
     )
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import ModelShape
+from ds_sparse_ring.job import ModelShape
 
 
 class RunJob(BaseModel):

@@ -21,9 +21,10 @@ from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import get_kernel
+from ds_sparse_ring.ladder import KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import LayoutKind
 from ds_sparse_ring.meter import Meter
-from ds_sparse_ring.spill import Spill
+from ds_sparse_ring.spill import Graph, Spill
 
 
 class SparseRing:
@@ -55,6 +56,8 @@ class SparseRing:
         self.evaluating = False
         self.sequence: Sequence | None = None
         self._positions: tuple[Sequence, Tensor] | None = None
+        self._graph: tuple[Sequence, Graph] | None = None
+        self._ladder: Ladder | None = None  # the last one, which is printed when it is the first
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseRing:
         return self  # a copied model belongs to the same ring; process groups cannot be copied
@@ -103,14 +106,15 @@ class SparseRing:
             self._positions = sequence, places.to(device, non_blocking=True)
         return self._positions[1]
 
-    def bind(self, sequence: Sequence, *, heads_exchanged: bool = False) -> SequenceContext:
+    def bind(self, sequence: Sequence, *, heads_exchanged: bool = False, layers: KeptBytes | None = None) -> SequenceContext:
         """The context that attention takes, for a batch's ``sparse_ring`` entry.
 
         Args:
             heads_exchanged: see `SequenceContext`.
+            layers: what each of them keeps of a token in the forward pass that begins; None: not known, nor that one begins.
 
         Raises:
-            SparseRingError: the batch was sharded for another ring, rank or layout.
+            SparseRingError: the batch was sharded for another ring, rank or layout; inputs of layers that no tier has room for.
         """
         layout = sequence.layout
         sharded = (layout.kind, layout.ranks, layout.group, sequence.rank)
@@ -128,9 +132,34 @@ class SparseRing:
             selector=self._selector(),
             kernel=self.kernel,
             meter=self.meter,
-            spill=self.spill,
+            spill=self._kept_by(sequence, layers),
             heads_exchanged=heads_exchanged,
         )
+
+    def ladder(self, sequence: Sequence, layers: KeptBytes) -> Ladder | None:
+        """Where layers keep what a sequence's backward pass needs; None without an ``"offload"`` section.
+
+        Raises:
+            SparseRingError: inputs that no tier has room for.
+        """
+        if self.spill is None:
+            return None
+        tokens = sequence.layout.over_groups().local_tokens // self.axes.ulysses_size
+        ladder = make_ladder(layers, tokens, self.spill.budgets, keep_outputs=self.config.checkpoint == "output")
+        if self._ladder is None and self.axes.rank == 0:
+            print("\n".join(ladder.lines()), flush=True)
+        self._ladder = ladder
+        return ladder
+
+    def _kept_by(self, sequence: Sequence, layers: KeptBytes | None) -> Graph | None:
+        """Of the pass that begins, or of the one that works on the sequence."""
+        if self.spill is None:
+            return None
+        if layers is not None:
+            return self.spill.graph(self.ladder(sequence, layers))
+        if self._graph is None or self._graph[0] is not sequence:
+            self._graph = sequence, self.spill.graph()
+        return self._graph[1]
 
     def _selector(self) -> Any:
         warming_up = not self.evaluating and self.step < self.config.dense_warmup_steps

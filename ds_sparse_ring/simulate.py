@@ -2,7 +2,8 @@
 
 A rank computes one hop after the other. What it posts within its inner ring, and between these, stands in one queue each, as on
 the streams of NCCL's communicators: it begins when it is first in the queues of both sides and takes latency + bytes / bandwidth.
-What is posted at once has one latency and ends together. Compute times come from the pairs that a hop has and a rate.
+What is posted at once has one latency and ends together. Compute times come from the pairs that a hop has and a rate. In the
+backward pass pages come from host memory: each is copied from the moment on when the page before is taken.
 
 Shapes: H query heads, K key/value heads, D head size.
 """
@@ -19,7 +20,7 @@ import numpy as np
 
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout, Span
-from ds_sparse_ring.plan import Hop, InnerKind, Transfer, ring_plan
+from ds_sparse_ring.plan import Hop, InnerKind, Page, Transfer, ring_plan
 from ds_sparse_ring.plan_check import Cargo, Posted, RankRun, Step, run_plans
 
 
@@ -42,19 +43,24 @@ class Work:
 
 @dataclass(frozen=True)
 class Links:
-    """Transfers between the ranks of a ring; ``ranks_apart``: neighbours in the ring are so many ranks apart (Ulysses)."""
+    """Transfers between the ranks of a ring, and from host memory.
+
+    Attributes:
+        ranks_apart: neighbours in the ring are so many ranks apart (Ulysses).
+    """
 
     node_ranks: int
     inner_gb_s: float
     outer_gb_s: float
     latency_ms: float
     ranks_apart: int = 1
+    host_gb_s: float = float("inf")
 
     @classmethod
     def of(cls, hardware: Hardware, ranks_apart: int = 1) -> Links:
         """Those of a profile."""
         h = hardware
-        return cls(h.node_ranks, h.inner_gb_s, h.outer_gb_s, h.latency_ms, ranks_apart)
+        return cls(h.node_ranks, h.inner_gb_s, h.outer_gb_s, h.latency_ms, ranks_apart, h.host_gb_s)
 
     def ms(self, a: int, b: int, size_bytes: float) -> float:
         """Time of a transfer between two ranks of the ring, without the latency."""
@@ -64,7 +70,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time on a rank: ``lane`` is "compute", "wait", "send inner" or "send outer"; ms."""
+    """Something that took time on a rank: ``lane`` is "compute", "wait", "send inner", "send outer" or "load"; ms."""
 
     rank: int
     lane: str
@@ -78,8 +84,9 @@ class PassTime:
     """One pass of one layer's attention, ms.
 
     Attributes:
-        total: until the last rank has ended. compute: mean over ranks. exposed: mean time that ranks wait for transfers.
-        imbalance: busiest rank over the mean. hop_imbalance: mean over hops of the slowest rank's compute over the mean rank's.
+        total: until the last rank has ended. compute: mean over ranks. exposed: mean time that ranks wait, for transfers and
+            for pages. imbalance: busiest rank over the mean. hop_imbalance: mean over hops of the slowest rank's compute over
+            the mean rank's.
     """
 
     total: float
@@ -100,8 +107,29 @@ class _TimedRank(RankRun):
         self.before: dict[Step, Step | None] = {}  # what stands before a step in the queue of its level
         self.queued: dict[str, Step] = {}  # what was queued last
         self.ends: dict[Step, float] = {}
+        self.pages: dict[Step, int] = {}  # whose page a step sends
+        self.loaded = 0.0  # when the page that is being loaded will be there
         self.hop_ms: list[float] = []
         self.waited = 0.0
+
+    def load(self, page: Page, following: Page | None) -> Cargo:
+        if self.run.from_host:
+            if page.number == 0:
+                self._begin_to_load(page)
+            self._wait_until(self.loaded, f"load page {page.number}")
+            if following is not None:
+                self._begin_to_load(following)
+        return super().load(page, following)
+
+    def _begin_to_load(self, page: Page) -> None:
+        self.loaded = self.clock + self.run.bytes_of("kv", page.number) / self.run.links.host_gb_s / 1e6
+        self.run.events.append(Event(self.rank, "load", f"page {page.number}", self.clock, self.loaded))
+
+    def _wait_until(self, end: float, what: str) -> None:
+        if end > self.clock:
+            self.run.events.append(Event(self.rank, "wait", what, self.clock, end))
+            self.waited += end - self.clock
+            self.clock = end
 
     def compute(self, step: int, hop: Hop) -> None:
         ms = self.run.hop_ms(hop)
@@ -114,6 +142,7 @@ class _TimedRank(RankRun):
             level = transfers[0].level
             self.transfers[step], self.posted_at[step] = transfers, self.clock
             self.before[step], self.queued[level] = self.queued.get(level), step
+            self.pages[step] = cargo.page
         return super().post(variable, step, transfers, cargo)
 
     def wait(self, posted: Posted, *, drop: bool = False) -> Generator[bool, None, Cargo]:
@@ -121,10 +150,7 @@ class _TimedRank(RankRun):
         if posted.transfers:
             while (end := self.end(posted.step)) is None:
                 yield True
-            if end > self.clock:
-                self.run.events.append(Event(self.rank, "wait", posted.step[0], self.clock, end))
-                self.waited += end - self.clock
-                self.clock = end
+            self._wait_until(end, posted.step[0])
         return cargo
 
     def begin(self, step: Step) -> float | None:
@@ -144,7 +170,7 @@ class _TimedRank(RankRun):
             known = [begin for begin in begins if begin is not None]
             if len(known) < len(begins):
                 return None
-            links, size_bytes = self.run.links, self.run.bytes_of(step[0])
+            links, size_bytes = self.run.links, self.run.bytes_of(step[0], self.pages[step])
             sent = links.latency_ms + sum(links.ms(self.rank, rank, size_bytes) for rank in to)
             received = links.latency_ms + sum(links.ms(rank, self.rank, size_bytes) for rank in sources)
             begin, name = max(known), f"{step[0]} to {', '.join(map(str, to))}"
@@ -159,6 +185,8 @@ class _Timing:
     links: Links
     backward: bool
     events: list[Event]
+    shares: list[float]  # of a shard, of each page
+    from_host: bool
 
     def hop_ms(self, hop: Hop) -> float:
         pairs = sum(causal_pairs(pair.q, pair.k) for pair in hop.work) * (self.work.density - self.work.columns)
@@ -166,16 +194,24 @@ class _Timing:
         pairs += self.work.columns * sum(map(_pairs_before, with_columns))
         return pairs * self.work.pair_ms
 
-    def bytes_of(self, name: str) -> float:
-        return self.work.gradient_bytes if name.startswith("dkv") else self.work.kv_bytes
+    def bytes_of(self, name: str, page: int) -> float:
+        return self.shares[page] * (self.work.gradient_bytes if name.startswith("dkv") else self.work.kv_bytes)
 
 
 def simulate_pass(
-    layout: Layout, inner: int | None, work: Work, links: Links, *, backward: bool, kind: InnerKind = "ring"
+    layout: Layout,
+    inner: int | None,
+    work: Work,
+    links: Links,
+    *,
+    backward: bool,
+    kind: InnerKind = "ring",
+    page_blocks: int | None = None,
 ) -> PassTime:
-    """One pass of one layer's attention over a ring."""
-    plans = [ring_plan(layout, rank, inner, kind) for rank in range(layout.ranks)]
-    timing = _Timing(work, links, backward, [])
+    """One pass of one layer's attention over a ring; ``page_blocks``: of pages that are kept in host memory."""
+    plans = [ring_plan(layout, rank, inner, kind, page_blocks) for rank in range(layout.ranks)]
+    shares = [(page.end - page.begin) / layout.blocks_per_rank for page in plans[0].pages]
+    timing = _Timing(work, links, backward, [], shares, from_host=backward and page_blocks is not None)
     ranks: list[_TimedRank] = []
     ranks.extend(_TimedRank(rank, ranks, timing) for rank in range(layout.ranks))
     run_plans(plans, ranks, backward=backward)
@@ -210,7 +246,7 @@ def _pairs_before(q: Span) -> int:
 
 def save_trace(events: Sequence[Event], path: Path) -> None:
     """A Chrome trace (chrome://tracing, Perfetto): a process per rank, a thread per lane."""
-    lanes = {"compute": 0, "wait": 1, "send inner": 2, "send outer": 3}
+    lanes = {"compute": 0, "wait": 1, "send inner": 2, "send outer": 3, "load": 4}
     names = [
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
         for rank in sorted({e.rank for e in events})

@@ -6,8 +6,7 @@ rather compute something again does not put it. Who uses it, and how:
 * Checkpointed layers keep their inputs, attention outputs and log-sum-exps (`spill`): each is put with an ``owner`` that the
   graph holds, so that they go when the graph goes, after a failed step too. When one is taken, those before it are prefetched.
   ``room`` says when the host is full and the next one has to go to the disk.
-* Chunks of keys and values: put once per layer; before chunk i is worked on, chunk i + 1 (or as many as there is memory for) is
-  prefetched; a chunk may be got as often as queries need it. A sum of gradients is dropped and put again.
+* Keys and values of a layer (`pages`): put page by page; when page i is got, it is dropped, and page i + 1 is prefetched.
 
 **Order.** Copies run on two streams, one for each direction; streams wait for them, and the host only for a disk. They are
 ordered after what the calling thread's current stream has queued at ``put`` and ``prefetch``: prefetch before that work is queued

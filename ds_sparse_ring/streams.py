@@ -111,3 +111,23 @@ class CudaStreams:
 
     def share(self, x: Tensor, stream: Any) -> None:
         x.record_stream(stream)
+
+
+class HostNumber:
+    """An integer on its way from a tensor of one element to the host, which does other things meanwhile."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._number: Tensor | int = x
+        self._arrived: torch.cuda.Event | None = None
+        if x.is_cuda:
+            self._number = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(x.device))
+
+    def get(self) -> int:
+        """The number. The host waits for it the first time, and not for what was queued after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        self._number = int(self._number)
+        return self._number

@@ -30,13 +30,14 @@ from transformers.integrations import HfDeepSpeedConfig
 from ds_sparse_ring.batch import IGNORE, causal_triangle
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import ModelShape
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
+from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
+from ds_sparse_ring.job import ModelShape
 from ds_sparse_ring.run_log import RunJob
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.data import PackedCollator, packed_dataset
@@ -183,7 +184,7 @@ class Pretraining:
             ring.step, ring.meter.active = step, log_step
             batches = [self.to_device(batch) for batch in self.micro_batches(step)]
             if step == begin:
-                check_same_batch(batches[0]["sparse_ring"], ring.axes, self.device)
+                self.check_first_batch(batches[0]["sparse_ring"])
             learning_rate = self.engine.get_lr()[0]
             sums += self.train_step(batches)
             rate.add(sum(batch["sparse_ring"].tokens for batch in batches))
@@ -194,6 +195,12 @@ class Pretraining:
             with rate.paused():
                 self.between_steps(step + 1)
         self.save_model()
+
+    def check_first_batch(self, sequence: Any) -> None:
+        """Refuse other ranks' rows, and what cannot fit."""
+        check_same_batch(sequence, self.ring.axes, self.device)
+        tile, engine = self.args.loss_tile_tokens or sequence.tokens, self.engine
+        check_memory(engine.module, engine.basic_optimizer, self.ring, engine.config, sequence, tile)
 
     def train_step(self, batches: Sequence[dict[str, Any]]) -> Tensor:
         """One optimizer step; returns this rank's sum of token losses and its share of all ranks' targets."""

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from ds_sparse_ring.config import SparseRingConfig
-from ds_sparse_ring.estimate import Estimate, Job, Schedule, estimate, load_shape, schedules
+from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.job import Job, Schedule, load_shape, schedules
 from ds_sparse_ring.plan_report import parse_tokens
 
 JOBS = "8:512K 8:1M 8:2M 8:4M 32:512K 32:1M 32:2M 32:4M 128:2M 512:2M"
@@ -61,7 +62,7 @@ def _best(job: Job, kind: str | None = None) -> Estimate:
 
 def _row(job: Job, dense: Estimate, sparse: Estimate) -> str:
     size = job.config.check_degree(job.world)
-    gib = sparse.memory / 2**30
+    gib = sparse.memory.device / 2**30
     cells = [
         job.world,
         f"{size} x {job.world // size}",
@@ -72,7 +73,7 @@ def _row(job: Job, dense: Estimate, sparse: Estimate) -> str:
         f"{dense.step_ms / sparse.step_ms:.1f}",
         f"{100 * sparse.exposed:.1f} %",
         f"{sparse.backward.imbalance:.3f}",
-        f"{gib:.0f}" + ("" if gib < job.hardware.memory_gib else ": does not fit"),
+        f"{gib:.0f}" + ("" if not sparse.memory.misfits(job.hardware) else ": does not fit"),
         sparse.schedule.name(size),
     ]
     return f"| {' | '.join(map(str, cells))} |"

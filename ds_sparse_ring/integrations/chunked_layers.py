@@ -233,7 +233,7 @@ class _LayerCall:
 
         Of the whole shard exist x and dy (which belongs to autograd) from first to last, dx from `_backward_after` on; q, k, v
         and o, then do, until attention's backward ends; dq, dk, dv from there on. So the most is, while attention works, x, dy,
-        dx, q, k, v, o, do and what it makes itself.
+        dx, q, k, v, o, do and what it makes itself; without k and v if these are in host memory, page by page.
         """
         dx = torch.empty_like(x) if wants_dx else None
         dqkv = self._backward_attention(x, dy, dx, replay, sums)
@@ -247,6 +247,9 @@ class _LayerCall:
         qkv = [whole.requires_grad_() for whole in self._all_qkv(x)]
         with replay, torch.enable_grad():
             o = self._attend(*qkv)
+        if self.context.page_blocks is not None:  # they are in host memory, and as leaves of the graph they are only asked for
+            for whole in qkv[1:]:
+                whole.untyped_storage().resize_(0)
         do = torch.empty_like(o)  # with o's strides
         for tokens in self.chunks:
             x_c, o_c = _leaf(x[:, tokens], dx is not None), _leaf(o[:, tokens], True)

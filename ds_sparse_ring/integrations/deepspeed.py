@@ -145,10 +145,11 @@ class Setup:
             SparseRingError: memory outside the device for what checkpointed layers keep, without checkpointing.
         """
         config = self.ring.config
-        if config.offload is not None and config.layer_chunk_tokens is None and not self.gradient_checkpointing:
+        kept = self.gradient_checkpointing or config.layer_chunk_tokens is not None
+        if config.offload is not None and config.page_tokens is None and not kept:
             raise SparseRingError(
                 "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
-                "(gradient_checkpointing), set layer_chunk_tokens, or leave offload out"
+                "(gradient_checkpointing), set layer_chunk_tokens or offload.kv_page_tokens, or leave offload out"
             )
 
     def backend(self) -> str:
@@ -169,6 +170,12 @@ class Setup:
             disk = f", then {config.offload.disk_gib:g} GiB in {config.offload.disk_path}" if config.offload.disk_path else ""
             kept += f"; with layer inputs in host memory, up to {config.offload.host_gib:g} GiB a rank{disk}"
         return kept if config.layer_chunk_tokens is None else f"layers in chunks of {config.layer_chunk_tokens} tokens; {kept}"
+
+    def _pages(self) -> list[tuple[str, str]]:
+        tokens = self.ring.config.page_tokens
+        if tokens is None:
+            return []
+        return [("keys and values", f"in host memory until the backward pass, in pages of {tokens} tokens")]
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -194,6 +201,7 @@ class Setup:
             ("attention backend", self.backend()),
             ("ZeRO stage", str(self.zero_stage)),
             ("gradient checkpointing", self.checkpointing()),
+            *self._pages(),
             (
                 "sequences per step",
                 f"{sequences} = micro batch {self.micro_batch} x accumulation {self.accumulation} x data axis "

@@ -30,6 +30,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
+from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
 from ds_sparse_ring.integrations.trainer_data import (
     PRESENT_ROWS,
@@ -42,7 +43,7 @@ from ds_sparse_ring.integrations.trainer_data import (
     gather_rows,
     present_rows,
 )
-from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach
+from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach, base_model_of
 from ds_sparse_ring.runtime import SparseRing
 
 # Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
@@ -166,9 +167,15 @@ class SparseRingMixin(_Base):
         sequence: Sequence = inputs[NAME]
         if self._compare_batch:
             check_same_batch(sequence, self.ring.axes, self.args.device)
+            self._check_memory(sequence)
             self._compare_batch = False
         self._rate.add(sequence.tokens)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _check_memory(self, sequence: Sequence) -> None:
+        engine: Any = self.deepspeed
+        ds, optimizer = ({}, self.optimizer) if engine is None else (engine.config, engine.basic_optimizer)
+        check_memory(base_model_of(self._model()), optimizer, self.ring, ds, sequence)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and not self.ring.evaluating:

@@ -30,6 +30,7 @@ from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.chunked_layers import disable_chunked_layers, enable_chunked_layers, is_chunked
+from ds_sparse_ring.integrations.memory import kept_by_layers
 from ds_sparse_ring.integrations.model_checks import check_arguments, check_model
 from ds_sparse_ring.slots import checkpoint_context_fn
 
@@ -88,7 +89,8 @@ class _BindSequence:
         _check_sharded(kwargs)
         if decoder.training and torch.is_grad_enabled():
             _check_checkpointing(decoder)
-        return args, {**kwargs, NAME: self.attachment.ring.bind(sequence), "use_cache": False}
+        ring = self.attachment.ring
+        return args, {**kwargs, NAME: ring.bind(sequence, layers=kept_by_layers(decoder, ring)), "use_cache": False}
 
 
 def _check_sharded(kwargs: Mapping[str, Any]) -> None:

@@ -110,7 +110,7 @@ class Kernel(Protocol):
         """``out[:, place[i]] += x[:, i]`` where ``place[i]`` is not negative; repeats bit for bit.
 
         Args:
-            out: ``[parts, rows, D]``; place: int64 ``[C]``; x: ``[parts, C, D]``.
+            out: ``[parts, rows, D]``; place: int32 or int64 ``[C]``; x: ``[parts, C, D]``.
         """
 
 

@@ -250,10 +250,10 @@ def delta_kernel(do, o, delta, do_head, do_row, do_dim, o_head, o_row, o_dim, ro
 def add_rows_kernel(out, place, order, x, count, out_part, out_row, x_part, x_row, D: tl.constexpr, DP: tl.constexpr):
     """One program per sorted place and part; the first of equal places adds them all, in order. Negative ones: nothing."""
     first = tl.program_id(0)
-    here = tl.load(place + first)
+    here = tl.load(place + first).to(tl.int64)
     if here < 0:
         return
-    if first > 0 and tl.load(place + first - 1, mask=first > 0, other=0) == here:
+    if first > 0 and tl.load(place + first - 1, mask=first > 0, other=0).to(tl.int64) == here:
         return
     part = tl.program_id(1).to(tl.int64)
     out += part * out_part
@@ -265,5 +265,5 @@ def add_rows_kernel(out, place, order, x, count, out_part, out_row, x_part, x_ro
     while at < count and same == here:
         total += tl.load(x + tl.load(order + at) * x_row + dims, mask=inside, other=0.0).to(tl.float32)
         at += 1
-        same = tl.load(place + at, mask=at < count, other=-1)
+        same = tl.load(place + at, mask=at < count, other=-1).to(tl.int64)
     tl.store(out + here * out_row + dims, total, mask=inside)

@@ -36,7 +36,8 @@ from ds_sparse_ring.select.probe import NOT_FINITE
 from ds_sparse_ring.select.tables import Tables, tables_of
 
 _NO_BOUND = 1 << 62
-_ENTRIES = 1 << 26  # masses or probabilities that selection by mass holds at a time: 256 MiB
+_ENTRIES = 1 << 28  # words of masses and of their parts that selection by mass holds at a time: 1 GiB
+_PARTS = 3  # of the mass of a token diagonal: from so many neighbouring key blocks
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
@@ -278,11 +279,10 @@ def _by_mass(probe: _Probe, selector: TopPSelector | FixedSelector) -> tuple[Ten
     column_budget, offset_budget = budgets(selector)
     columns = _Marks.empty(t, t.column_slots, patterns, _COLUMNS, column_budget)
     offsets = _Marks.empty(t, t.offset_slots, patterns, _OFFSETS, offset_budget)
-    for first, last in _slices(t, patterns * BLOCK):
-        column_mass = _column_mass(probe, first, last)
+    for first, last in _slices(t, (2 * _PARTS + 2) * patterns * BLOCK):
+        column_mass, offset_mass = _masses(probe, first, last)
         _mark(probe, columns, column_mass, first, last, shared=several)
-        offset_mass = probe.context.axes.ring_sum(_offset_mass(probe, first, last))
-        _mark(probe, offsets, offset_mass, first, last, shared=False)
+        _mark(probe, offsets, probe.context.axes.ring_sum(offset_mass), first, last, shared=False)
     if not several:
         _cut_ties(probe, columns)
     _cut_ties(probe, offsets)
@@ -343,44 +343,28 @@ def _part(tables: Tables, first: int, last: int, kind: _Kind) -> _Part:
     return _Part(chunk_first, groups[-1][kind.end] - chunk_first, slot_first, slots)
 
 
-def _column_mass(probe: _Probe, first: int, last: int) -> Tensor:
-    """Mean probability of this rank's keys for the groups [first, last): fp32, 64 per slot."""
-    t, patterns, part = probe.tables, probe.patterns, _part(probe.tables, first, last, _COLUMNS)
-    mass = probe.lse.new_empty(part.slots * patterns * BLOCK)
-    if part.chunks:
-        kernels.column_mass_kernel[(part.chunks * patterns,)](
-            probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, mass, *probe.strides, probe.scale2,
-            part.chunk_first, part.slot_first * patterns, probe.groups, patterns, HEADS=probe.together, **probe.options,
-        )  # fmt: skip
-    return mass
+def _masses(probe: _Probe, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Mean probability of this rank's keys, and mean mass of token diagonals over them, for the groups [first, last).
 
-
-def _offset_mass(probe: _Probe, first: int, last: int) -> Tensor:
-    """Mean mass of token diagonals over this rank's keys for the groups [first, last): fp32, 64 per slot.
-
-    Rows of probabilities are written out and read back along the diagonals, as many groups and patterns at a time as fit.
+    Returns:
+        Two fp32 tensors, 64 per slot each.
     """
-    t, whole = probe.tables, _part(probe.tables, first, last, _OFFSETS)
-    mass = probe.lse.new_empty(whole.slots * probe.patterns * BLOCK)
-    for begin, end in _slices(t, BLOCK * BLOCK):
-        begin, end = max(begin, first), min(end, last)
-        if begin >= end:
-            continue
-        keys, offsets = _part(t, begin, end, _COLUMNS), _part(t, begin, end, _OFFSETS)
-        step = min(max(1, _ENTRIES // max(1, keys.slots * BLOCK * BLOCK)), probe.patterns)
-        p = probe.lse.new_empty(step * keys.slots * BLOCK * BLOCK)
-        for pattern in range(0, probe.patterns, step):
-            count = min(step, probe.patterns - pattern)
-            if keys.chunks:
-                kernels.probability_kernel[(keys.chunks * count,)](
-                    probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, p, *probe.strides, probe.scale2,
-                    keys.chunk_first, keys.slot_first, pattern, count, probe.groups, **probe.options,
-                )  # fmt: skip
-            kernels.offset_mass_kernel[(offsets.chunks * count,)](
-                p, t.groups, t.offset_chunks, t.local_of, mass, offsets.chunk_first, keys.slot_first,
-                whole.slot_first * probe.patterns, pattern, count, probe.patterns,
-            )  # fmt: skip
-    return mass
+    t, patterns = probe.tables, probe.patterns
+    keys, offsets = _part(t, first, last, _COLUMNS), _part(t, first, last, _OFFSETS)
+    entries = keys.slots * patterns * BLOCK
+    mass, partials = probe.lse.new_empty(entries), t.groups.new_empty(_PARTS * entries)
+    offset_mass = probe.lse.new_empty(offsets.slots * patterns * BLOCK)
+    if keys.chunks:
+        kernels.mass_kernel[(keys.chunks * patterns,)](
+            probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, mass, partials, *probe.strides, probe.scale2,
+            keys.chunk_first, keys.slot_first * patterns, probe.groups, patterns, HEADS=probe.together, **probe.options,
+        )  # fmt: skip
+    if offsets.chunks:
+        kernels.offset_mass_kernel[(offsets.chunks * patterns,)](
+            partials, t.groups, t.offset_chunks, t.local_of, offset_mass, offsets.chunk_first, keys.slot_first * patterns,
+            offsets.slot_first * patterns, patterns, HPP=probe.context.config.heads_per_pattern,
+        )  # fmt: skip
+    return mass, offset_mass
 
 
 def _mark(probe: _Probe, marks: _Marks, mass: Tensor, first: int, last: int, *, shared: bool) -> None:
@@ -493,7 +477,8 @@ def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, tied: _Tied | Non
         source = probe.tables.segments[:, fields.SOURCE].clamp(min=0)
         run = source[:, None] * probe.patterns + torch.arange(probe.patterns, device=row.device)
         keys = torch.cat([keys, candidates[rank < tied.keep[run.flatten()[row]]]])
-    keys = torch.unique(keys)  # sorted; a sink may be tied, too
+    # a sink may be tied, too; otherwise every rank has others, and the host need not wait for how many are left
+    keys = torch.unique(keys) if tied is not None else keys.sort().values
     ptr = torch.searchsorted(keys >> VALUE_BITS, torch.arange(rows + 1, device=keys.device))
     return ptr, keys & ((1 << VALUE_BITS) - 1)
 

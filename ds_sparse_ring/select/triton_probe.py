@@ -33,6 +33,7 @@ _FORCED = tl.constexpr(tables.FORCED)
 _SEGMENT_REACH = tl.constexpr(tables.SEGMENT_REACH)
 _SEGMENT_SLOT = tl.constexpr(tables.SEGMENT_SLOT)
 _TILE = tl.constexpr(tables.DIAGONAL_TILE)
+_UNITS = tl.constexpr(2.0**50)  # 64 probabilities of each of 64 heads add up to less than 2**63
 
 
 @triton.jit
@@ -475,14 +476,15 @@ def diagonal_flag_kernel(
 
 
 @triton.jit
-def column_mass_kernel(
+def mass_kernel(
     q_rows,
     k,
     lse,
     groups,
     chunks,
     key_blocks,
-    mass_out,  # fp32 [slots * T], from slot ``slot_first`` on; -1 for keys behind the probed ones
+    mass_out,  # fp32 [slots, T], from slot ``slot_first`` on; -1 for keys behind the probed ones
+    diagonal_sums,  # int64 [slots, 3, T]: sums along the token diagonals of a block, see below
     k_head_stride,
     k_stride,
     scale2,
@@ -496,7 +498,13 @@ def column_mass_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Mean probability of single keys. Grid: chunks * P from ``chunk_first`` on, patterns fastest."""
+    """Mean probability of single keys, and of the token diagonals of each key block. Grid: chunks * P, patterns fastest.
+
+    Row u (counted from the beginning of the rows' first block) and key t of a block that lies c blocks before it are on the
+    token diagonal 64 c + u - t = 64 (c + turn) + r, where 0 <= r < 64. So each row of scores is turned by u, which puts r in
+    place of t, and the rows are added up for each turn, -1, 0 or 1 (the last one only where the rows straddle two blocks). These
+    sums are integers, in units of 2**-50: which rows meet in one depends on r, and equal masses must stay equal.
+    """
     pid = tl.program_id(0).to(tl.int64)
     c = pid // P + chunk_first
     pattern = pid % P
@@ -504,110 +512,74 @@ def column_mass_kernel(
     group = groups + g * _FIELDS
     if tl.load(group + _TARGET) >= 0:
         slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
-        row = tl.load(group + _ROW_FIRST) + tl.arange(0, 64 * HEADS) % 64
-        rows = (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
+        first = tl.load(group + _ROW_FIRST)
+        count = tl.load(group + _ROW_COUNT)
+        straddles = (first + count - 1) // 64 > first // 64
+        row = first + tl.arange(0, 64 * HEADS) % 64
+        rows = (count * HPP).to(tl.float32)
         key_end = tl.load(group + _KEY_END)
+        t = tl.arange(0, 64)
+        lag = (first % 64).to(tl.int32) + (tl.arange(0, 64 * HEADS) % 64)[None, :] - t[:, None]
         head = pattern * HPP
         k_head = k + head // GROUP * k_head_stride
         for local in range(tl.load(chunks + c * 3 + 1), tl.load(chunks + c * 3 + 2)):
             block = tl.load(key_blocks + local)
-            key = block * 64 + tl.arange(0, 64)
+            key = block * 64 + t
             tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
             future = key[:, None] > row[None, :]
             mass = tl.zeros([64], tl.float32)
+            nearer = tl.zeros([64], tl.int64)
+            same = tl.zeros([64], tl.int64)
+            farther = tl.zeros([64], tl.int64)
             for more in range(0, HPP, HEADS):
                 q = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
                 row_lse = _row_lse(lse, head + more, g, G, 64 * HEADS)
-                p = _probabilities(q, tile, row_lse, scale2)
-                mass += tl.sum(tl.where(future, 0.0, p), 1)
-            mass = tl.where(block < key_end, mass / rows, -1.0)
-            tl.store(mass_out + (slot + local) * 64 + tl.arange(0, 64), mass)
-
-
-@triton.jit
-def probability_kernel(
-    q_rows,
-    k,
-    lse,
-    groups,
-    chunks,
-    key_blocks,
-    out,  # fp32 [slots, R, T] of the patterns from ``pattern_first`` on
-    k_head_stride,
-    k_stride,
-    scale2,
-    chunk_first,
-    tiles_first,
-    pattern_first,
-    patterns,
-    G,
-    GROUP: tl.constexpr,
-    HPP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Mean probabilities of a few patterns, row by row, for `offset_mass_kernel`. Grid: chunks * patterns."""
-    pid = tl.program_id(0).to(tl.int64)
-    c = pid // patterns + chunk_first
-    pattern = pid % patterns
-    g = tl.load(chunks + c * 3)
-    group = groups + g * _FIELDS
-    if tl.load(group + _TARGET) >= 0:
-        tiles = tl.load(group + _TILES)
-        begin = tl.load(group + _LOCAL_BEGIN)
-        i = tl.arange(0, 64)
-        row = tl.load(group + _ROW_FIRST) + i
-        rows = ((tl.load(group + _SLOT) - tiles_first) * patterns + pattern * tiles) * 64 + i * tiles
-        head = (pattern_first + pattern) * HPP
-        k_head = k + head // GROUP * k_head_stride
-        for local in range(tl.load(chunks + c * 3 + 1), tl.load(chunks + c * 3 + 2)):
-            key = tl.load(key_blocks + local) * 64 + i
-            tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
-            future = key[:, None] > row[None, :]
-            p = tl.zeros([64, 64], tl.float32)
-            for more in range(HPP):
-                q = _row_tile(q_rows, head + more, g, G, 64, D, BLOCK_D)
-                row_lse = _row_lse(lse, head + more, g, G, 64)
-                p += _probabilities(q, tile, row_lse, scale2)
-            p = tl.where(future, 0.0, p / HPP)
-            tl.store(out + (rows[:, None] + local - begin) * 64 + i[None, :], tl.trans(p))
+                p = tl.where(future, 0.0, _probabilities(q, tile, row_lse, scale2))
+                mass += tl.sum(p, 1)
+                turned = (tl.gather(p, lag & 63, 0) * _UNITS).to(tl.int64)
+                nearer += tl.sum(tl.where(lag < 0, turned, 0), 1)
+                same += tl.sum(tl.where((lag >= 0) & (lag < 64), turned, 0), 1)
+                if straddles:
+                    farther += tl.sum(tl.where(lag >= 64, turned, 0), 1)
+            tl.store(mass_out + (slot + local) * 64 + t, tl.where(block < key_end, mass / rows, -1.0))
+            out = diagonal_sums + (slot + local) * 192 + t
+            tl.store(out, nearer)
+            tl.store(out + 64, same)
+            tl.store(out + 128, farther)
 
 
 @triton.jit
 def offset_mass_kernel(
-    probabilities,  # fp32, as `probability_kernel` writes them
+    diagonal_sums,  # int64 [slots, 3, T], as `mass_kernel` writes them
     groups,
     offset_chunks,
     local_of,
-    mass,  # fp32 [slots * T] of token offsets, from slot ``slot_first`` on
+    mass,  # fp32 [slots, T] of token offsets, from slot ``offset_slot_first`` on
     chunk_first,
-    tiles_first,
     slot_first,
-    pattern_first,
-    patterns,
+    offset_slot_first,
     P,
+    HPP: tl.constexpr,
 ):
-    """Mean mass of token diagonals over this rank's keys, the rows added in order. Grid: offset chunks * patterns."""
+    """Mean mass of token diagonals over this rank's keys, of three parts each. Grid: offset chunks * P."""
     pid = tl.program_id(0).to(tl.int64)
-    c = pid // patterns + chunk_first
-    pattern = pid % patterns
+    c = pid // P + chunk_first
+    pattern = pid % P
     g = tl.load(offset_chunks + c * 3)
     group = groups + g * _FIELDS
     if tl.load(group + _TARGET) >= 0:
-        first = tl.load(group + _ROW_FIRST)
-        count = tl.load(group + _ROW_COUNT)
-        tiles = tl.load(group + _TILES)
-        begin = tl.load(group + _LOCAL_BEGIN)
+        row_block = tl.load(group + _ROW_FIRST) // 64
         document_begin = tl.load(group + _DOCUMENT_BEGIN)
-        rows = ((tl.load(group + _SLOT) - tiles_first) * patterns + pattern * tiles) * 64
-        slot = tl.load(group + _REACH_SLOT) * P + (pattern_first + pattern) * tl.load(group + _REACH) - slot_first
+        key_end = tl.load(group + _KEY_END)
+        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
+        rows = (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
+        out = tl.load(group + _REACH_SLOT) * P + pattern * tl.load(group + _REACH) - offset_slot_first
+        t = tl.arange(0, 64)
         for a in range(tl.load(offset_chunks + c * 3 + 1), tl.load(offset_chunks + c * 3 + 2)):
-            offset = a * 64 + tl.arange(0, 64)
-            total = tl.zeros([64], tl.float32)
-            for i in range(0, count):
-                key = first + i - offset
-                there = key >= document_begin * 64
-                local = tl.load(local_of + key // 64, mask=there, other=-1)
-                at = (rows + i * tiles + local - begin) * 64 + key % 64
-                total += tl.load(probabilities + at, mask=local >= 0, other=0.0)
-            tl.store(mass + (slot + a) * 64 + tl.arange(0, 64), total / count)
+            total = tl.zeros([64], tl.int64)
+            for part in tl.static_range(3):
+                block = row_block - a + part - 1
+                there = (block >= document_begin) & (block < key_end)
+                local = tl.load(local_of + block, mask=there, other=-1)
+                total += tl.load(diagonal_sums + ((slot + local) * 3 + part) * 64 + t, mask=t * 0 + local >= 0, other=0)
+            tl.store(mass + (out + a) * 64 + t, total.to(tl.float32) / (rows * _UNITS))

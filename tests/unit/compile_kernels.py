@@ -30,7 +30,7 @@ INTEGERS = {
     *("stride", "size"),
 }
 POINTERS = {
-    **dict.fromkeys(("groups", "segments", "chunks", "key_blocks", "words"), "*i64"),
+    **dict.fromkeys(("groups", "segments", "chunks", "key_blocks", "words", "diagonal_sums"), "*i64"),
     "needed": "*i8",
     **dict.fromkeys(("lse", "partials", "largest_out", "total_out", "anchors", "bounds", "mass_out", "out"), "*fp32"),
 }
@@ -100,8 +100,7 @@ def selection() -> None:
             (kernels.lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8), "BOUND": True}),
             (kernels.price_kernel, {**rows, "SKIP": True}),
             (kernels.price_kernel, {**rows, "SKIP": False}),
-            (kernels.column_mass_kernel, rows),
-            (kernels.probability_kernel, {"HPP": per_pattern}),
+            (kernels.mass_kernel, rows),
         ]:
             shared = compile_kernel(kernel, partial(selection_kind, element=element), group | more, options)
             what = f"{kernel.__name__}, {element}, head size {head_size}, {per_pattern} heads a pattern: {shared} bytes"

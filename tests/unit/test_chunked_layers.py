@@ -24,6 +24,7 @@ from ds_sparse_ring.integrations.chunked_layers import enable_chunked_layers, is
 from ds_sparse_ring.integrations.deepspeed import Setup
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
+from ds_sparse_ring.kernels import torch_reference
 from ds_sparse_ring.runtime import SparseRing
 from tests.common import DistributedTest
 from tests.unit.parity_model import MODELS, Row, make_batch, section, tiny_model
@@ -40,8 +41,8 @@ GIB_OF_A_MIB = 1 / 1024
 
 def one_rank(chunk_tokens: int | None, selector: str = "price", **values: Any) -> SparseRing:
     """A ring of this process alone, on the CPU."""
-    own: dict[str, Any] = {"degree": 1, "backend": "cpu", "layer_chunk_tokens": chunk_tokens}
-    ring = SparseRing(SparseRingConfig(**section(selector, **own, **values)))
+    own: dict[str, Any] = {"degree": 1, "backend": "cpu", "layer_chunk_tokens": chunk_tokens, **values}
+    ring = SparseRing(SparseRingConfig(**section(selector, **own)))
     ring.meter.active = False
     return ring
 
@@ -163,6 +164,20 @@ class TestGradientsEqualThoseOfWholeLayers:
         loss.backward()
         assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected, 1e-12)
 
+    @pytest.mark.parametrize("keep", ["output", "index"])
+    def test_with_keys_and_values_in_host_memory(self, keep: str) -> None:
+        model = tiny_model().double()
+        offload = {"host_gib": 2 * GIB_OF_A_MIB, "kv_page_tokens": 128}
+        results, rings = [], []
+        sections: list[dict[str, Any]] = [{}, {"offload": offload, "checkpoint": keep}]
+        for values in sections:
+            rings.append(one_rank(TOKENS // 8, **values))
+            results.append(trained(copy.deepcopy(model), rings[-1]))
+        assert_same(results[1], results[0], 1e-12)
+        assert rings[1].spill is not None and rings[1].spill.store is not None
+        # of two layers: x, four pages, and o and lse
+        assert rings[1].spill.store.numbers().to_device == 2 * (1 + 4 + (2 if keep == "output" else 0))
+
     def test_when_the_graph_is_kept_for_a_second_pass(self) -> None:
         model = tiny_model().double()
         expected = trained(copy.deepcopy(model), one_rank(None))
@@ -204,7 +219,7 @@ class Live(TorchDispatchMode):
     def __init__(self, of_interest: int = 0) -> None:
         super().__init__()
         self.most, self.largest, self._of_interest = 0, 0, of_interest
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -213,15 +228,15 @@ class Live(TorchDispatchMode):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
                 if storage._cdata not in known:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self._storages[storage._cdata] = StorageWeakRef(storage)
                 if self._of_interest in x.shape:
                     self.largest = max(self.largest, x.numel())
         self.most = max(self.most, self.bytes())
         return out
 
     def bytes(self) -> int:
-        self._storages = {key: (ref, size) for key, (ref, size) in self._storages.items() if not ref.expired()}
-        return sum(size for _, size in self._storages.values())
+        self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._storages.values())
 
 
 WIDE: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 600, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -229,11 +244,11 @@ WHOLE = 64 * 4
 """Bytes of a token in a tensor of the whole shard such as a layer's input, q and o."""
 
 
-def measured(chunk_tokens: int | None, layers: int = 1, tokens: int = 448) -> tuple[int, int, int]:
+def measured(chunk_tokens: int | None, layers: int = 1, tokens: int = 448, **values: Any) -> tuple[int, int, int]:
     """Bytes alive after the forward pass, most at once in the backward pass, and most numbers in a tensor of the MLP."""
     model = LlamaForCausalLM(LlamaConfig(**WIDE, num_hidden_layers=layers))
     enable_tiled_loss(model, 8)
-    ring = one_rank(chunk_tokens, "full")
+    ring = one_rank(chunk_tokens, "full", **values)
     attach(model, ring)
     if chunk_tokens is None:
         enable_gradient_checkpointing(model)
@@ -262,6 +277,21 @@ class TestMemory:
         # gradients; cos and sin, lse and the like
         assert held < 7 + 4 + 1, f"{held:.2f} tensors"
         assert held > 10, "the meter has seen them"
+
+    def test_pages_take_keys_values_and_their_gradients_in_the_ring_from_the_device(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch_reference, "TILE_ELEMENTS", 1)  # little but whole tensors; the C++ kernel copies parts of q
+        held = []
+        for page_tokens in (None, 64):
+            values: dict[str, Any] = {
+                "backend": "torch",
+                "offload": {"host_gib": 4 * GIB_OF_A_MIB, "kv_page_tokens": page_tokens},
+            }
+            short, long = (measured(16, tokens=tokens, **values)[1] for tokens in (256, 512))
+            held.append((long - short) / 256 / WHOLE)
+        # k and v, once more in a row, and their gradients in float32
+        assert held[1] < held[0] - 3, f"{held[0]:.2f} tensors without pages, {held[1]:.2f} with pages"
 
     def test_what_a_layer_keeps_goes_with_its_backward_pass_and_not_with_the_loss(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[weakref.ref[Any]] = []
@@ -381,3 +411,6 @@ def test_the_set_up_says_how_layers_work() -> None:
     setup = Setup(ring, zero_stage=3, micro_batch=1, accumulation=1, dtype="float32", gradient_checkpointing=False)
     text = dict(setup.rows())["gradient checkpointing"]
     assert "in chunks of 4096 tokens" in text and "up to 2 GiB" in text
+    pages = one_rank(None, offload={"host_gib": 2.0, "kv_page_tokens": 65536})  # of use without checkpointing, too
+    setup = Setup(pages, zero_stage=3, micro_batch=1, accumulation=1, dtype="float32", gradient_checkpointing=False)
+    assert "in pages of 65536 tokens" in dict(setup.rows())["keys and values"]

@@ -73,6 +73,7 @@ def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
         {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
         {"layer_chunk_tokens": 1},
         {"layer_chunk_tokens": 16384, "offload": {"host_gib": 64}},
+        {"offload": {"host_gib": 64, "kv_page_tokens": 65536}},
         {"offload": {"host_gib": 0.5, "disk_path": "/nvme", "disk_gib": 100, "staging_gib": 1}},
     ],
 )
@@ -140,6 +141,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # memory outside the device
     ({"offload": {}}, ["sparse_ring.offload.host_gib is missing", "Pinned host memory, for each rank; GiB"]),
     ({"offload": {"host_gib": 0}}, ["sparse_ring.offload.host_gib = 0", "greater than 0"]),
+    ({"offload": {"host_gib": 1, "kv_page_tokens": 100}}, ["kv_page_tokens = 100 is not a multiple of 64: use 64 or 128"]),
+    ({"offload": {"host_gib": 1, "kv_page_tokens": 0}}, ["sparse_ring.offload.kv_page_tokens = 0"]),
+    ({"kv_page_tokens": 64}, ["sparse_ring.kv_page_tokens is unknown", 'belongs into the object "offload"']),
     ({"offload": {"host_gib": "64"}}, ['sparse_ring.offload.host_gib = "64"', "valid number"]),
     ({"offload": {"host_gb": 1, "host_gib": 1}}, ["sparse_ring.offload.host_gb is unknown", 'did you mean "host_gib"?']),
     ({"offload": {"host_gib": 1, "degree": 2}}, ["sparse_ring.offload.degree is unknown", "one level up"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -23,6 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations import memory
 from ds_sparse_ring.integrations.deepspeed import full_state_dict
 from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
 from ds_sparse_ring.runtime import SparseRing
@@ -283,6 +285,12 @@ class TestRefusals(DistributedTest):
         del config["sparse_ring"]
         with pytest.raises(SparseRingError, match=r'add "sparse_ring"'):
             make_trainer(arguments(tmp_path, config), make_rows([10]))
+
+    def test_a_batch_that_cannot_fit_before_the_first_step(self, tmp_path: Path) -> None:
+        trainer, _ = make_trainer(arguments(tmp_path), make_rows([200] * 4))
+        with patch.object(memory, "device_bytes", lambda: 2**18), pytest.raises(SparseRingError, match="200 tokens .*262144"):
+            trainer.train()
+        assert trainer.state.global_step == 0
 
     def test_a_batch_without_labels(self, tmp_path: Path) -> None:
         trainer, _ = make_trainer(arguments(tmp_path), make_rows([10, 10], labels=False))

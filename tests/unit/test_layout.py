@@ -63,6 +63,7 @@ def test_locate_finds_what_the_rank_holds_and_nothing_else(layout: Layout, data:
     row, held = layout.locate(tokens, rank)
     assert torch.equal(layout.token_ids(rank)[row[held]], tokens[held])
     assert int(held.sum()) == layout.local_tokens
+    assert torch.equal(layout.shard_rows(tokens[held]), rank * layout.local_tokens + row[held])
 
 
 @given(st.integers(1, 9), st.integers(-20, 20), st.integers(1, 30), st.integers(-30, 200), st.integers(0, 60))

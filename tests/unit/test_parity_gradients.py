@@ -174,6 +174,16 @@ class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
     def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str) -> None:
         check_against_one_process(Run(ZERO[zero], "price", checkpointing=True, rows=[PADDED], **plan))
 
+    @pytest.mark.parametrize("zero", ["zero2_reduce_scatter", "zero3_reduce_scatter"])
+    def test_keys_and_values_in_host_memory_with_accumulation(self, zero: str) -> None:
+        offload = {"host_gib": 1 / 1024, "kv_page_tokens": 64}
+        plan: dict[str, Any] = {"degree": 2} if zero.startswith("zero2") else {"ulysses_degree": 2}
+        accumulation = 2 if zero.startswith("zero2") else 1
+        rows = None if zero.startswith("zero2") else [PADDED]
+        run = Run(ZERO[zero], "price", checkpointing=True, accumulation=accumulation, rows=rows, offload=offload, **plan)
+        check_against_one_process(run)
+        assert run.ring.spill is not None and run.ring.spill.store is not None
+
     @pytest.mark.world_size([5, 8])
     def test_five_ranks_and_eight(self) -> None:
         plans: dict[int, dict[str, Any]] = {5: {"inner_degree": 5}, 8: {"ulysses_degree": 2, "inner_degree": 2}}

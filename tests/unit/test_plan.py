@@ -83,6 +83,62 @@ def test_plans_of_large_rings(kind: LayoutKind, ranks: int, data: st.DataObject,
     _check(kind, ranks, data.draw(st.sampled_from([None, *_divisors(ranks)])), inner_kind)
 
 
+@given(kinds, st.integers(1, 64), st.integers(1, 6), st.integers(1, 7), st.data(), inner_kinds)
+@settings(max_examples=30)
+def test_plans_of_pages_hold_what_the_checker_asks(
+    kind: LayoutKind, ranks: int, blocks: int, page_blocks: int, data: st.DataObject, inner_kind: InnerKind
+) -> None:
+    layout, inner = Layout.for_blocks(kind, ranks, ranks * blocks), data.draw(st.sampled_from([None, *_divisors(ranks)]))
+    whole, paged = check_plans(layout, inner, inner_kind), check_plans(layout, inner, inner_kind, page_blocks)
+    pages = -(-layout.blocks_per_rank // page_blocks)
+    for name in ("forward", "backward"):
+        a, b = getattr(whole, name), getattr(paged, name)
+        assert (b.inner, b.outer) == (pages * a.inner, pages * a.outer), "every page travels as far as a shard would"
+    assert paged.forward.kv_buffers == whole.forward.kv_buffers
+    assert paged.backward.kv_buffers <= whole.backward.kv_buffers + (pages > 1), "one is loaded ahead"
+    assert paged.backward.gradient_buffers <= whole.backward.gradient_buffers + (pages > 1), "one is on its last way home"
+    if pages == 1:
+        assert paged == whole and ring_plan(layout, 0, inner, inner_kind, page_blocks) == ring_plan(layout, 0, inner, inner_kind)
+
+
+def test_calls_on_a_page_leave_out_the_queries_before_it() -> None:
+    layout = Layout.for_blocks("striped", 2, 12)
+    plan = ring_plan(layout, 0, page_blocks=2)
+    assert [hop.load and (hop.load.begin, hop.load.end) for hop in plan.hops] == [(0, 2), None, (2, 4), None, (4, 6), None]
+    assert [hop.source for hop in plan.hops] == [0, 1] * 3
+    (calls,) = zip(*(hop.work for hop in plan.hops), strict=True)
+    # of rank 0 blocks 0, 2, .. 10; of rank 1 blocks 1, 3, .. 11
+    assert [(pair.q.first, pair.q.blocks, pair.k.first) for pair in calls] == [
+        (0, 6, 0),  # the first call writes the results of all queries
+        (2, 5, 1),
+        (4, 4, 4),
+        (6, 3, 5),
+        (8, 2, 8),
+        (0, 6, 9),  # the last one takes the columns of all queries
+    ]
+    assert [(pair.q.local_begin, pair.k.local_begin) for pair in calls] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("hop", "changes", "message"),
+    [
+        (2, {"load": None}, "holds shard 0 in hop 2, which is for 1"),
+        (1, {"ends_page": False}, "gradients of shards 1 and 1, pages 1 and 0, are added"),
+        (3, {"ends_page": False}, "rank 0 sends dkv of hop 3 to a rank that does not wait for it"),
+        (2, {"work": ()}, "are computed 0 times"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong_with_pages(
+    hop: int, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(plan: RingPlan) -> RingPlan:
+        return replace(plan, hops=(*plan.hops[:hop], replace(plan.hops[hop], **changes), *plan.hops[hop + 1 :]))
+
+    _spoil_rank_1(monkeypatch, "ring", spoil)
+    with pytest.raises(SparseRingError, match=message):
+        check_plans(Layout.for_blocks("striped", 2, 8), page_blocks=2)
+
+
 @pytest.mark.parametrize(
     ("ranks", "inner", "inner_kind"), [(512, 8, "gather"), (256, 256, "gather"), (256, 8, "ring"), (129, None, "ring")]
 )
@@ -155,7 +211,7 @@ def test_the_checker_finds_what_is_wrong(changes: dict[str, Any], message: str, 
         (0, {"kv": (Transfer(2, 0),)}, "rank 1 holds shard 1 in hop 2, which is for 3"),
         (0, {"kv": (Transfer(2, 0), Transfer(0, 2), Transfer(3, 3))}, "sends it elsewhere"),
         (0, {"kv": (Transfer(2, 0), Transfer(3, 3), Transfer(0, 2), Transfer(2, 0))}, "sends it elsewhere"),
-        (1, {"dkv": None}, "gradients of shards 0 and 1 are added"),
+        (1, {"dkv": None}, "gradients of shards 0 and 1, pages 0 and 0, are added"),
         (1, {"source": 3}, "holds shard 0 in hop 1, which is for 3"),
     ],
 )
@@ -174,7 +230,7 @@ def test_the_checker_finds_what_is_wrong_in_a_gathered_group(
 def test_the_checker_finds_columns_and_results_in_the_wrong_call(flag: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     (pair,) = ring_plan(Layout.for_blocks("striped", 4, 8), 1).hops[1].work
     _spoil_rank_1(monkeypatch, "ring", lambda plan: _spoil(plan, work=(replace(pair, **flag),)))
-    with pytest.raises(SparseRingError, match=r"plan of rank 1: \(first, last\) of the calls on Span"):
+    with pytest.raises(SparseRingError, match="plan of rank 1: in hop . a call is wrongly the first or last one"):
         check_plans(Layout.for_blocks("striped", 4, 8))
 
 
@@ -186,9 +242,9 @@ def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _spoil_rank_1(monkeypatch: pytest.MonkeyPatch, inner_kind: InnerKind, spoil: Callable[[RingPlan], RingPlan]) -> None:
-    def plans(layout: Layout, rank: int, inner: int | None, kind: InnerKind) -> RingPlan:
+    def plans(layout: Layout, rank: int, inner: int | None, kind: InnerKind, page_blocks: int | None) -> RingPlan:
         assert kind == inner_kind
-        plan = ring_plan(layout, rank, inner, kind)
+        plan = ring_plan(layout, rank, inner, kind, page_blocks)
         return spoil(plan) if rank == 1 else plan
 
     monkeypatch.setattr(plan_check, "ring_plan", plans)

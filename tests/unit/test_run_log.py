@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import SHAPES, Job, Schedule, estimate
+from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
+from ds_sparse_ring.job import SHAPES, Job, Schedule
 from ds_sparse_ring.plan_compare import job_of, rows
 from ds_sparse_ring.run_log import RunJob, read_run
 
@@ -65,7 +66,7 @@ def test_the_simulated_side_is_the_estimate_with_what_was_measured(tmp_path: Pat
     assert found["rest s"] == (6.0 - 1.0 - 0.25, pytest.approx(2 * e.rest_ms / 1e3))
     assert found["index s"] == (0.25, pytest.approx(2 * e.layers * e.index_ms / 1e3))
     assert found["worker imbalance"] == (1.5, e.backward.imbalance)
-    assert found["peak memory GiB"] == (None, e.memory / 2**30)
+    assert found["peak memory GiB"] == (None, e.memory.device / 2**30)
     parts = sum(found[label][1] for label in ("attention s", "index s", "rest s"))
     assert parts == pytest.approx(found["step s"][1])
     shown = CliRunner().invoke(app, ["plan", "--compare", str(tmp_path / "metrics.jsonl")])

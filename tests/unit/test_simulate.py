@@ -11,7 +11,7 @@ import torch
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.index import FullIndex, cost
 from ds_sparse_ring.layout import Layout
-from ds_sparse_ring.simulate import Links, Work, causal_pairs, save_trace, simulate_pass
+from ds_sparse_ring.simulate import Links, PassTime, Work, causal_pairs, save_trace, simulate_pass
 
 
 def _uniform(ranks: int, hop_ms: float) -> tuple[Layout, float]:
@@ -75,6 +75,26 @@ def test_imbalance_of_layouts_is_what_the_triangle_says() -> None:
     assert found["striped"].imbalance < 1.02 and found["zigzag"].imbalance < 1.02
     assert found["contiguous"].imbalance == pytest.approx(2 - 1 / 8, rel=0.02)
     assert found["striped"].hop_imbalance < 1.02
+
+
+def test_pages_are_loaded_beside_the_page_before_and_gradients_return_beside_the_next_one() -> None:
+    """Four pages, whose transfers take 0.25 ms; a hop takes 7 ms on the first page and 1 ms on the last one."""
+    layout, pair_ms = _uniform(2, 16.0)
+    work = Work(pair_ms, 1.0, 0.0, kv_bytes=1e6, gradient_bytes=1e6)
+
+    def run(page_blocks: int | None, *, host_gb_s: float, backward: bool = True) -> PassTime:
+        links = Links(8, 1.0, 1.0, 0.0, host_gb_s=host_gb_s)
+        return simulate_pass(layout, None, work, links, backward=backward, page_blocks=page_blocks)
+
+    whole, paged = run(None, host_gb_s=1.0), run(16, host_gb_s=1.0)
+    assert paged.compute == pytest.approx(whole.compute, rel=0.05)
+    waiting_for_the_slower_rank = whole.exposed - 1.0  # and 1 ms for the last way home of a shard
+    assert 0 <= waiting_for_the_slower_rank < 0.3
+    exposed = paged.exposed - waiting_for_the_slower_rank
+    assert exposed == pytest.approx(0.5, abs=0.05), "one page until it is loaded, and the last way home of one"
+    assert len([e for e in paged.events if e.lane == "load"]) == 2 * 4
+    assert run(16, host_gb_s=0.01).total == pytest.approx(100, rel=0.05), "a shard at 0.01 GB/s"
+    assert run(16, host_gb_s=0.01, backward=False).exposed < 1e-6, "the forward pass has keys and values on the device"
 
 
 def test_slow_links_are_exposed_and_fast_ones_are_not(tmp_path: Path) -> None:

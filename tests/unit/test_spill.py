@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+import io
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from ds_sparse_ring.config import OffloadConfig, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import initialize
-from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
+from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
+from ds_sparse_ring.ladder import KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.runtime import SparseRing
-from ds_sparse_ring.spill import Spill
+from ds_sparse_ring.spill import Graph, Spill, Spilled
 from ds_sparse_ring.store import Store
 from tests.common import DistributedTest, rank_device
 
@@ -22,10 +24,16 @@ from .parity_model import Row, make_batch, on_rank, section, tiny_model
 
 ROWS = [Row((290,)), Row((130, 157, 3))]
 GIB_OF_A_MIB = 1 / 1024
+GIB_OF_A_KIB = GIB_OF_A_MIB / 1024
 
 
 def _train(
-    zero: int, offload: dict[str, Any] | None, keep: str, steps: int = 5, chunk_tokens: int | None = None
+    zero: int,
+    offload: dict[str, Any] | None,
+    keep: str,
+    steps: int = 5,
+    chunk_tokens: int | None = None,
+    rows: list[Row] = ROWS,
 ) -> tuple[list[torch.Tensor], SparseRing]:
     """Losses and gradient norms of some steps, and the weights at last."""
     ring = SparseRing(SparseRingConfig(**section("price", offload=offload, checkpoint=keep, layer_chunk_tokens=chunk_tokens)))
@@ -40,7 +48,7 @@ def _train(
     engine, *_ = initialize(model, config, ring=ring, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []
     for step in range(steps):
-        batch = on_rank(ring.sequence_batch(make_batch([ROWS[step % 2]], seed=step)))
+        batch = on_rank(ring.sequence_batch(make_batch([rows[step % len(rows)]], seed=step)))
         loss = engine(**batch, num_items_in_batch=ring.count_targets([batch])).loss
         engine.backward(loss)
         engine.step()
@@ -66,9 +74,52 @@ class TestTraining(DistributedTest):
         gc.collect()
         assert ring.spill.store.room("host") == 2**20, "every step took what it kept along"
 
+    @pytest.mark.parametrize(
+        ("device_kib", "host_kib", "zero", "copied", "lines"),
+        [
+            (0, 112, 3, 4, "layer 0: input host, attended again; layer 1: input host, output host"),
+            (32, 96, 2, 3, "layer 0: input host, attended again; layer 1: input device, output host"),
+            (80, 32, 3, 0, "layers 0-1: input device, attended again"),
+            (160, 32, 2, 0, "layers 0-1: input device, output device"),
+        ],
+    )
+    def test_gives_the_same_bits_wherever_the_ladder_puts_it(
+        self, device_kib: int, host_kib: int, zero: int, copied: int, lines: str
+    ) -> None:
+        """192 tokens a rank: an input takes 32 KiB, o and lse 48."""
+        rows = [Row((290,))]
+        expected, _ = _train(zero, None, "output", steps=3, rows=rows)
+        budgets = {"device_gib": device_kib * GIB_OF_A_KIB, "host_gib": host_kib * GIB_OF_A_KIB}
+        with redirect_stdout(io.StringIO()) as printed:
+            got, ring = _train(zero, budgets, "output", steps=3, rows=rows)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert ring.spill is not None
+        assert (ring.spill.store.numbers().to_device if ring.spill.store is not None else 0) == 3 * copied
+        assert printed.getvalue().count(lines) == (ring.axes.rank == 0), printed.getvalue()
+
     def test_a_budget_that_is_too_small_says_what_it_takes(self) -> None:
-        with pytest.raises(SparseRingError, match=r"needs \d+ bytes .*host_gib"):
-            _train(2, {"host_gib": 8 * GIB_OF_A_MIB / 1024}, "output", steps=1)
+        with pytest.raises(SparseRingError, match=r"needs \d+ bytes .*0 in host memory .*host_gib to .*disk_path"):
+            _train(2, {"host_gib": 8 * GIB_OF_A_KIB}, "output", steps=1)
+
+    def test_two_passes_before_a_backward_pass_keep_apart_and_share_the_room(self) -> None:
+        """Host memory has room for what one and a half passes keep: outputs of the second one are attended to again."""
+        losses = []
+        for offload in (None, {"host_gib": 256 * GIB_OF_A_KIB}, {"host_gib": 120 * GIB_OF_A_KIB}):
+            ring = SparseRing(SparseRingConfig(**section("price", offload=offload)))
+            model = tiny_model().to(rank_device()).train()
+            enable_gradient_checkpointing(model)
+            with attach(model, ring):
+                batches = [on_rank(ring.sequence_batch(make_batch([Row((290,))], seed=seed))) for seed in (1, 2)]
+                if offload is not None and offload["host_gib"] < 200 * GIB_OF_A_KIB:
+                    with pytest.raises(SparseRingError, match=r"needs \d+ bytes.* backward pass of one forward pass"):
+                        [model(**batch).loss for batch in batches]
+                    continue
+                first, second = (model(**batch).loss for batch in batches)
+                first.backward()
+                second.backward()
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            losses.append([first.detach(), second.detach(), *gradients])
+        assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
 @pytest.fixture
@@ -76,8 +127,39 @@ def spill() -> Spill:
     return Spill(OffloadConfig(host_gib=GIB_OF_A_MIB), lambda name: nullcontext())
 
 
-def test_what_was_kept_before_comes_back_before_it_is_asked_for(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [spill.keep([torch.full((64, 64), float(i)), torch.full((2048,), -float(i))]) for i in range(5)]
+@pytest.fixture
+def graph(spill: Spill) -> Graph:
+    return spill.graph()
+
+
+def _keep(graph: Graph, layer: int, *tensors: torch.Tensor) -> Spilled:
+    kept = graph.keep_output(layer, tensors)
+    assert kept is not None
+    return kept
+
+
+def test_what_was_kept_before_comes_back_before_it_is_asked_for(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [_keep(graph, i, torch.full((64, 64), float(i)), torch.full((2048,), -float(i))) for i in range(5)]
+    fetched = _watched(monkeypatch)
+    for i in reversed(range(5)):
+        a, b = kept[i].take()
+        assert (a == i).all() and (b == -i).all()
+        assert all(key in fetched for other in kept[max(0, i - 2) : i] for key in other.keys)
+    assert not set(fetched) & set(kept[4].keys), "nothing is fetched that was taken"
+
+
+def test_of_two_passes_neither_fetches_for_the_other(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = spill.graph(), spill.graph()
+    first, second = ([_keep(graph, i, torch.full((64, 64), float(i))) for i in range(4)] for graph in graphs)
+    fetched = _watched(monkeypatch)
+    first[3].take()
+    assert sorted(fetched) == [key for kept in first[1:3] for key in kept.keys]
+    second[3].take()
+    assert sorted(fetched)[2:] == [key for kept in second[1:3] for key in kept.keys]
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Keys that are prefetched from now on."""
     fetched: list[Any] = []
     prefetch = Store.prefetch
 
@@ -86,15 +168,34 @@ def test_what_was_kept_before_comes_back_before_it_is_asked_for(spill: Spill, mo
         prefetch(store, key)
 
     monkeypatch.setattr(Store, "prefetch", watched)
-    for i in reversed(range(5)):
-        a, b = kept[i].take()
-        assert (a == i).all() and (b == -i).all()
-        assert all(key in fetched for other in kept[max(0, i - 2) : i] for key in other.keys)
-    assert not set(fetched) & set(kept[4].keys), "nothing is fetched that was taken"
+    return fetched
 
 
-def test_what_nobody_takes_goes_with_its_owner(spill: Spill) -> None:
-    kept = [spill.keep([torch.zeros(64, 64)]) for _ in range(3)]
+def _ladder(spill: Spill) -> Ladder:
+    return make_ladder(KeptBytes(4, 16, (16,)), 1024, spill.budgets, keep_outputs=True)
+
+
+def test_a_second_pass_takes_the_next_tier_and_then_none_for_outputs() -> None:
+    """Both passes want the device for layers 2 and 3, which has room for one of these passes; the host then has for two more."""
+    kib = GIB_OF_A_KIB
+    spill = Spill(OffloadConfig(device_gib=32 * kib, host_gib=96 * kib), lambda name: nullcontext())
+    x = torch.zeros(4096)
+    first, second = spill.graph(_ladder(spill)), spill.graph(_ladder(spill))
+    kept = [first.keep_input(layer, x + layer) for layer in range(4)] + [_keep(first, 3, x)]
+    assert [len(one.keys) for one in kept] == [1, 1, 0, 0, 1]
+    again = [second.keep_input(layer, x - layer) for layer in range(3)]
+    assert all(one.keys for one in again), "the device is taken"
+    assert second.keep_output(3, [x]) is None and second.keep_output(0, [x]) is None
+    with pytest.raises(SparseRingError, match="16384 bytes"):
+        second.keep_input(3, x)
+    assert [float(one.take()[0][0]) for one in kept + again] == [0, 1, 2, 3, 0, 0, -1, -2]
+    del kept
+    gc.collect()
+    assert not second.keep_input(3, x).keys, "the device is free again"
+
+
+def test_what_nobody_takes_goes_with_its_owner(spill: Spill, graph: Graph) -> None:
+    kept = [_keep(graph, i, torch.zeros(64, 64)) for i in range(3)]
     assert spill.store is not None
     room = spill.store.room("host")
     del kept[1]
@@ -105,9 +206,9 @@ def test_what_nobody_takes_goes_with_its_owner(spill: Spill) -> None:
     assert spill.store.room("host") == 2**20 > room
 
 
-def test_small_tensors_that_autograd_saves_stay(spill: Spill) -> None:
+def test_small_tensors_that_autograd_saves_stay(spill: Spill, graph: Graph) -> None:
     small, large = (torch.randn(n, device=rank_device(), requires_grad=True) for n in (8, 4096))
-    with spill.saved_tensors():
+    with graph.saved_tensors():
         out = small.exp().sum() + large.exp().sum()
     out.backward()
     assert spill.store is not None and spill.store.numbers().to_device == 1

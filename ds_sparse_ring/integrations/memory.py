@@ -1,0 +1,84 @@
+"""What a model's layers keep for the backward pass, and whether a run fits its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_sparse_ring.batch import Sequence
+from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.integrations.chunked_layers import is_chunked
+from ds_sparse_ring.job import Job, ModelShape, Schedule, states_of
+from ds_sparse_ring.kernels.contract import accumulator_dtype
+from ds_sparse_ring.ladder import KeptBytes
+from ds_sparse_ring.memory import refuse_misfit
+from ds_sparse_ring.runtime import SparseRing
+
+
+def kept_by_layers(decoder: nn.Module, ring: SparseRing) -> KeptBytes | None:
+    """Bytes that each layer of a decoder stack keeps of a token; None in evaluation and for layers that are not checkpointed."""
+    if not (decoder.training and torch.is_grad_enabled() and is_checkpointed(decoder)):
+        return None
+    config: Any = decoder.config
+    weights = next(decoder.parameters())
+    device = weights.device.type
+    worked_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.dtype
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = max(config.num_key_value_heads, ring.axes.ulysses_size)
+    return KeptBytes.of_token(
+        config.num_hidden_layers, config.hidden_size, heads, kv_heads, head_size,
+        paged=ring.config.page_tokens is not None, input_bytes=weights.dtype.itemsize, output_bytes=worked_in.itemsize,
+        sum_bytes=accumulator_dtype(worked_in).itemsize,
+    )  # fmt: skip
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers keep their inputs alone."""
+    return any(getattr(module, "gradient_checkpointing", False) or is_chunked(module) for module in model.modules())
+
+
+def device_bytes() -> int | None:
+    """Memory of this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else None
+
+
+def check_memory(
+    model: Any, optimizer: Any, ring: SparseRing, ds: Mapping[str, Any], sequence: Sequence, loss_tile: int = 1
+) -> None:
+    """Refuse a first batch that cannot be trained on, before anything is computed.
+
+    What is not known beforehand counts as nothing: columns of the index, logits without ``loss_tile``, layers that are not
+    checkpointed, more than two bytes an activation. So what is refused does not fit; what is not may still be too much.
+
+    Args:
+        model: of Transformers, without wrappers. optimizer: the one that DeepSpeed or Trainer made, or None.
+        ds: DeepSpeed's configuration, {} without it. loss_tile: tokens whose logits exist at once.
+
+    Raises:
+        SparseRingError: naming bytes and ways out.
+    """
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    trained = sum(n for n, wanted in sizes if wanted) / max(1, sum(n for n, _ in sizes))
+    kinds = {type(one).__name__.lower() for one in (optimizer, getattr(optimizer, "optimizer", None))}
+    adam = any("adam" in kind for kind in kinds)
+    config = ring.config
+    if not is_checkpointed(model):  # layers keep more than is counted, and on the device
+        config = config.model_copy(update={"offload": None})
+    job = Job(
+        ModelShape(**model.config.to_dict()),
+        load_hardware("h200"),  # no rate is asked for
+        config,
+        sequence.tokens,
+        ring.axes.world_size,
+        density=0.0,
+        columns=0.0,
+        loss_tile=loss_tile,
+        trained_share=trained,
+        optimizer_bytes=12 if adam else 4,
+        **states_of(ds),
+    )
+    refuse_misfit(job, Schedule(config.ulysses_degree, config.inner_degree, config.inner), device_bytes())

@@ -1,0 +1,160 @@
+"""What is to be trained on what: sizes of a model, machine, configuration, and who exchanges what with whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.hardware import Hardware
+from ds_sparse_ring.plan import InnerKind
+
+StatesOn = Literal["device", "host", "disk"]
+
+
+class ModelShape(BaseModel):
+    """The sizes of a decoder, by the names of Transformers' configurations."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrix products of all layers."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        per_layer = self.hidden_size * (heads * self.head_size + 3 * self.intermediate_size)
+        return self.num_hidden_layers * per_layer
+
+    @property
+    def parameters(self) -> int:
+        """All, embeddings included."""
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+
+def _shape(width: int, inner: int, layers: int, heads: int, kv_heads: int, words: int, tied: bool = False) -> ModelShape:
+    return ModelShape(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "qwen2.5-3b": _shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 152064),
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256),
+    "qwen2.5-32b": _shape(5120, 27648, 64, 40, 8, 152064),
+    "llama-3.1-70b": _shape(8192, 28672, 80, 64, 8, 128256),
+}
+
+
+def load_shape(name: str) -> ModelShape:
+    """A named shape, or that of a folder with ``config.json``.
+
+    Raises:
+        SparseRingError: neither.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        raise SparseRingError(f"model: {name!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
+    return ModelShape(**json.loads(file.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained on what.
+
+    Attributes:
+        tokens: of a sequence. world: GPUs. density: active share of the causal pairs (1 for the full index); columns: share of
+            all causal pairs that are columns. zero_stage: 0 to 3. loss_tile: tokens whose logits exist at once.
+        optimizer_on, weights_on: where DeepSpeed keeps these states. trained_share: of the weights; the others are frozen.
+        optimizer_bytes: of a trained weight; 12 are a master copy in fp32 and two moments of Adam.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    config: SparseRingConfig
+    tokens: int
+    world: int
+    density: float
+    columns: float
+    zero_stage: int = 3
+    loss_tile: int = 4096
+    optimizer_on: StatesOn = "device"
+    weights_on: StatesOn = "device"
+    trained_share: float = 1.0
+    optimizer_bytes: int = 12
+
+
+class Schedule(NamedTuple):
+    """Who exchanges what with whom: the configuration's ``ulysses_degree``, ``inner_degree`` and ``inner``."""
+
+    ulysses: int = 1
+    inner: int | None = None
+    kind: InnerKind = "ring"
+
+    def name(self, size: int) -> str:
+        """As a table shows it; ``size``: ranks that share a sequence."""
+        ring = size // self.ulysses
+        inner = ring if self.inner is None else self.inner
+        parts = [f"Ulysses {self.ulysses}"] * (self.ulysses > 1)
+        if self.kind == "gather":
+            parts += [f"ring of {ring // inner}"] * (inner < ring) + [f"gather of {inner}"]
+        else:
+            parts += [f"ring of {ring}" if self.inner is None else f"ring of {ring // inner} x {inner}"]
+        return " x ".join(parts)
+
+
+def schedules(job: Job) -> list[Schedule]:
+    """What the job's ranks and heads allow: flat rings, inner rings of a node, and all of a node's shards gathered at once."""
+    size = job.config.check_degree(job.world)
+    found = []
+    for ulysses in (n for n in range(1, size + 1) if size % n == 0 and n <= job.hardware.node_ranks):
+        try:
+            job.config.model_copy(update={"ulysses_degree": ulysses}).check_heads(
+                job.model.num_attention_heads, job.model.num_key_value_heads
+            )
+        except SparseRingError:
+            continue
+        ring, within = size // ulysses, job.hardware.node_ranks // ulysses
+        found.append(Schedule(ulysses))
+        if 1 < within < ring and ring % within == 0:
+            found.append(Schedule(ulysses, within))
+        if (gathered := min(within, ring)) > 1 and ring % gathered == 0:
+            found.append(Schedule(ulysses, gathered, "gather"))
+    return found
+
+
+def states_of(ds: Mapping[str, Any]) -> dict[str, Any]:
+    """``zero_stage``, ``optimizer_on`` and ``weights_on`` of a `Job`, from a DeepSpeed configuration."""
+    zero = ds.get("zero_optimization", {})
+
+    def place(section: str) -> StatesOn:
+        device = (zero.get(section) or {}).get("device", "none")
+        return {"cpu": "host", "nvme": "disk"}.get(device, "device")  # type: ignore[return-value]
+
+    return {
+        "zero_stage": int(zero.get("stage", 0)),
+        "optimizer_on": place("offload_optimizer"),
+        "weights_on": place("offload_param"),
+    }
