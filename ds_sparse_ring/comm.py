@@ -253,11 +253,12 @@ class Axes:
                 work.wait()
         return out
 
-    def ring_gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ."""
+    def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
+        """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
         if self.ring_size == 1:
             return x
-        counts = torch.cat(self.ring_gather(torch.tensor([x.shape[0]], device=x.device))).tolist()
+        if counts is None:
+            counts = torch.cat(self.ring_gather(torch.tensor([x.shape[0]], device=x.device))).tolist()
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: x.shape[0]] = x
         return torch.cat([part[:count] for part, count in zip(self.ring_gather(padded), counts, strict=True)])

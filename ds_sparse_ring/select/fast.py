@@ -1,14 +1,18 @@
 """Selection by Triton kernels: the same index as the reference selectors make, without waiting for the device in between.
 
 All segments and heads share each launch. The host waits once per layer, for a summary of three numbers (columns, diagonals,
-whether scores are finite), because the tensors of an index are as long as what was chosen. On a ring of several ranks the gather
-of the chosen columns, whose number differs between ranks, waits as well.
+whether scores are finite), because the tensors of an index are as long as what was chosen; on a ring, for the summaries of all
+ranks, whose columns differ in number.
 
 Selection by price scores the keys twice: for the log-sum-exp of the rows, and for the masses. In long sequences the first pass
 also bounds the mass of every key block, and the second one visits only blocks that can hold a column or give rise to a diagonal:
 the same index, bit for bit. It takes memory in proportion to segments x patterns x blocks: one bit per token and some 70 bytes
-per block of keys. Selection by mass keeps the masses of a few segments at a time. Both write the index into buffers of the most
-that it may hold before the host waits, and cut it to length afterwards.
+per block of keys.
+
+Selection by mass scores the keys twice as well, the second time for columns and token diagonals at once: 1 KiB per key block and
+pattern is written for its diagonals, and never a tensor of rows x keys. It keeps the masses of a few segments at a time.
+
+Both write the index into buffers of the most that it may hold before the host waits, and cut it to length afterwards.
 
 Shapes as in `triton_probe`.
 """
@@ -36,8 +40,7 @@ from ds_sparse_ring.select.probe import NOT_FINITE
 from ds_sparse_ring.select.tables import Tables, tables_of
 
 _NO_BOUND = 1 << 62
-_ENTRIES = 1 << 28  # words of masses and of their parts that selection by mass holds at a time: 1 GiB
-_PARTS = 3  # of the mass of a token diagonal: from so many neighbouring key blocks
+_ENTRIES = 1 << 25  # tokens that selection by mass ranks at a time: 24 bytes each (masses, parts of diagonals), 768 MiB
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
@@ -138,10 +141,9 @@ def select_fast(
         probe, refused = _probe(q, k, context, scale, bounded)
         if isinstance(selector, PriceSelector):
             words, flags = _by_price(probe, selector.price)
-            tied = None
         else:
-            words, flags, tied = _by_mass(probe, selector)
-        return _index(probe, words, flags, tied, refused)
+            words, flags = _by_mass(probe, selector)
+        return _index(probe, words, flags, refused)
 
 
 def launch_options(head_size: int, element_bytes: int, heads: int = 1) -> dict[str, int]:
@@ -154,6 +156,12 @@ def launch_options(head_size: int, element_bytes: int, heads: int = 1) -> dict[s
         "num_warps": _WARPS,
         "num_stages": 2 if wide else 3,
     }
+
+
+def mass_options(head_size: int, element_bytes: int) -> dict[str, int]:
+    """Warps and registers of `mass_kernel`: its turned tile needs twice the threads; two programs to a multiprocessor."""
+    limit = head_size * element_bytes <= 256 and torch.version.hip is None
+    return {"num_warps": 2 * _WARPS} | ({"maxnreg": 128} if limit else {})
 
 
 def together(head_size: int, element_bytes: int, heads: int) -> int:
@@ -264,36 +272,23 @@ def _needed(probe: _Probe, bounds: _Bounds, price: float) -> Tensor:
     return needed
 
 
-@dataclass(frozen=True)
-class _Tied:
-    """Entries on the threshold of columns, where a ring must count them over all ranks: words, and how many each run keeps."""
-
-    words: Tensor
-    keep: Tensor
-
-
-def _by_mass(probe: _Probe, selector: TopPSelector | FixedSelector) -> tuple[Tensor, Tensor, _Tied | None]:
-    """Words of columns (sinks included), flags of diagonals, and tied columns if several ranks hold them."""
+def _by_mass(probe: _Probe, selector: TopPSelector | FixedSelector) -> tuple[Tensor, Tensor]:
+    """Words of columns (sinks included) and flags of diagonals, behind a zero."""
     t, patterns = probe.tables, probe.patterns
-    several = probe.context.axes.ring_size > 1
     column_budget, offset_budget = budgets(selector)
     columns = _Marks.empty(t, t.column_slots, patterns, _COLUMNS, column_budget)
     offsets = _Marks.empty(t, t.offset_slots, patterns, _OFFSETS, offset_budget)
-    for first, last in _slices(t, (2 * _PARTS + 2) * patterns * BLOCK):
+    for first, last in _slices(t, patterns * BLOCK):
         column_mass, offset_mass = _masses(probe, first, last)
-        _mark(probe, columns, column_mass, first, last, shared=several)
-        _mark(probe, offsets, probe.context.axes.ring_sum(offset_mass), first, last, shared=False)
-    if not several:
-        _cut_ties(probe, columns)
-    _cut_ties(probe, offsets)
-    compact.sink_kernel[(t.chunks.shape[0] * patterns,)](
-        columns.words, t.groups, t.chunks, t.key_blocks, patterns, SLOT=fields.SLOT, SIZE=fields.TILES, SINK_END=fields.SINK_END
-    )
+        _mark(probe, columns, column_mass, first, last, shared=probe.context.axes.ring_size > 1)
+        _mark(probe, offsets, offset_mass, first, last, shared=False)
+    _cut_ties(probe, columns, _tied_before(probe, columns))
+    _cut_ties(probe, offsets, _bits_before(offsets.tied))
     flags = columns.words.new_empty(t.diagonal_slots + 1)
     kernels.diagonal_flag_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
         offsets.words, t.groups, t.segments, t.diagonal_tiles, flags, 0.0, patterns, WORDS=True
     )  # fmt: skip
-    return columns.words, flags, _Tied(columns.tied, columns.state[:, compact.TIES]) if several else None
+    return columns.words, flags
 
 
 @dataclass(frozen=True)
@@ -344,27 +339,28 @@ def _part(tables: Tables, first: int, last: int, kind: _Kind) -> _Part:
 
 
 def _masses(probe: _Probe, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Mean probability of this rank's keys, and mean mass of token diagonals over them, for the groups [first, last).
+    """Mean probability of this rank's keys and mass of token diagonals over all ranks' for the groups [first, last).
 
-    Returns:
-        Two fp32 tensors, 64 per slot each.
+    fp32, 64 per slot each. What a key block adds to its diagonals is written once, 1 KiB per slot, and read once.
     """
-    t, patterns = probe.tables, probe.patterns
+    t, patterns, shared = probe.tables, probe.patterns, probe.context.axes.ring_size > 1
     keys, offsets = _part(t, first, last, _COLUMNS), _part(t, first, last, _OFFSETS)
-    entries = keys.slots * patterns * BLOCK
-    mass, partials = probe.lse.new_empty(entries), t.groups.new_empty(_PARTS * entries)
-    offset_mass = probe.lse.new_empty(offsets.slots * patterns * BLOCK)
+    columns = probe.lse.new_empty(keys.slots * patterns * BLOCK)
+    diagonals = t.groups.new_empty(keys.slots * patterns * 2 * BLOCK)
     if keys.chunks:
+        options = probe.options | mass_options(probe.k.shape[2], probe.k.element_size())
         kernels.mass_kernel[(keys.chunks * patterns,)](
-            probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, mass, partials, *probe.strides, probe.scale2,
-            keys.chunk_first, keys.slot_first * patterns, probe.groups, patterns, HEADS=probe.together, **probe.options,
+            probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, columns, diagonals, *probe.strides, probe.scale2,
+            keys.chunk_first, keys.slot_first * patterns, probe.groups, patterns, **options,
         )  # fmt: skip
-    if offsets.chunks:
-        kernels.offset_mass_kernel[(offsets.chunks * patterns,)](
-            partials, t.groups, t.offset_chunks, t.local_of, offset_mass, offsets.chunk_first, keys.slot_first * patterns,
-            offsets.slot_first * patterns, patterns, HPP=probe.context.config.heads_per_pattern,
-        )  # fmt: skip
-    return mass, offset_mass
+    mass = (diagonals if shared else columns).new_empty(offsets.slots * patterns * BLOCK)
+    kernels.offset_mass_kernel[(offsets.chunks * patterns,)](
+        diagonals, t.groups, t.offset_chunks, t.local_of, mass, offsets.chunk_first, keys.slot_first * patterns,
+        offsets.slot_first * patterns, patterns, SHARED=shared, BLOCKS=8,
+    )  # fmt: skip
+    if shared:  # integers: the same sum, in whatever order NCCL adds the ranks
+        mass = probe.context.axes.ring_sum(mass).to(torch.float32).mul_(kernels.MEAN)
+    return columns, mass
 
 
 def _mark(probe: _Probe, marks: _Marks, mass: Tensor, first: int, last: int, *, shared: bool) -> None:
@@ -375,39 +371,52 @@ def _mark(probe: _Probe, marks: _Marks, mass: Tensor, first: int, last: int, *, 
     """
     t, patterns, kind, budget = probe.tables, probe.patterns, marks.kind, marks.budget
     part, chunks = _part(t, first, last, kind), kind.chunks(t)
-    runs = (last - first) * patterns
+    runs, weighed = (last - first) * patterns, budget.p > 0
     state = marks.state[first * patterns : last * patterns]
-    share = torch.full((1,), budget.p, dtype=torch.float64, device=mass.device)
-    histogram = chunks.new_empty(part.chunks * patterns * 2 << compact.RADIX_BITS)
-    sums = chunks.new_empty(runs, 2 << compact.RADIX_BITS)
+    share = torch.full((1,), budget.p, dtype=torch.float64, device=mass.device) if weighed else state
+    bits = compact.MASS_BITS if weighed else compact.COUNT_BITS
+    width = (2 if weighed else 1) << bits
+    histogram = chunks.new_empty(part.chunks * patterns * width)
     high = _NO_BOUND if budget.high is None else budget.high
-    for level in reversed(range(compact.LEVELS)):
-        shift = level * compact.RADIX_BITS
+    walk = {"BEGIN": kind.begin, "END": kind.end, "CHUNKS": 16}
+    digits = {"BITS": bits, "MASS": weighed}
+    for shift in reversed(range(0, 31, bits)):
         if part.chunks:
             compact.radix_count_kernel[(part.chunks * patterns,)](
                 mass, t.groups, chunks, marks.state, histogram, part.chunk_first, part.slot_first * patterns, patterns, shift,
-                **kind.options,
+                BLOCKS=1 if weighed else 16, **kind.options, **digits,
             )  # fmt: skip
-        compact.radix_sum_kernel[(runs,)](
-            histogram, t.groups, sums, first, part.chunk_first, patterns, BEGIN=kind.begin, END=kind.end
-        )
+        counts = histogram
         if shared:
-            sums = probe.context.axes.ring_sum(sums)
+            counts = chunks.new_empty(runs, width)
+            compact.radix_sum_kernel[(runs,)](histogram, t.groups, counts, first, part.chunk_first, patterns, WIDTH=width, **walk)
+            counts = probe.context.axes.ring_sum(counts)
         compact.radix_step_kernel[(runs,)](
-            sums, state, share, budget.low, high, shift, FIRST=level == compact.LEVELS - 1, LAST=level == 0
-        )
+            counts, t.groups, state, share, budget.low, high, first, part.chunk_first, patterns, shift,
+            FIRST=shift + bits > 30, LAST=shift == 0, SUMMED=shared, **walk, **digits,
+        )  # fmt: skip
     if part.chunks:
         compact.mark_kernel[(part.chunks * patterns,)](
-            mass, t.groups, chunks, marks.state, marks.words, marks.tied, part.chunk_first, part.slot_first * patterns, patterns,
-            **kind.options,
+            mass, t.groups, chunks, t.key_blocks, marks.state, marks.words, marks.tied, part.chunk_first,
+            part.slot_first * patterns, patterns, SINK_END=fields.SINK_END, BLOCKS=16, **kind.options,
         )  # fmt: skip
 
 
-def _cut_ties(probe: _Probe, marks: _Marks) -> None:
+def _tied_before(probe: _Probe, columns: _Marks) -> Tensor:
+    """Tied keys of all ranks in all key blocks before each one: int64, one per slot of the blocks that the probes reach."""
+    t = probe.tables
+    counts = t.groups.new_zeros(t.offset_slots + 1)
+    compact.tie_count_kernel[(t.chunks.shape[0] * probe.patterns,)](
+        columns.tied, t.groups, t.chunks, t.key_blocks, counts, probe.patterns, BLOCKS=16
+    )
+    return probe.context.axes.ring_sum(counts).cumsum(0)
+
+
+def _cut_ties(probe: _Probe, marks: _Marks, before: Tensor) -> None:
     """Add to the marked entries the first tied ones of each run, as many as its budget needs."""
-    chunks = marks.kind.chunks(probe.tables)
+    t, chunks = probe.tables, marks.kind.chunks(probe.tables)
     compact.cut_ties_kernel[(chunks.shape[0] * probe.patterns,)](
-        marks.words, marks.tied, _bits_before(marks.tied), probe.tables.groups, chunks, marks.state, probe.patterns,
+        marks.words, marks.tied, before, t.groups, chunks, t.key_blocks, marks.state, probe.patterns, BLOCKS=16,
         **marks.kind.options,
     )  # fmt: skip
 
@@ -421,7 +430,7 @@ def _bits_before(words: Tensor) -> Tensor:
     return counts.cumsum(0)
 
 
-def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, refused: Tensor) -> VerticalSlash:
+def _index(probe: _Probe, words: Tensor, flags: Tensor, refused: Tensor) -> VerticalSlash:
     """Compressed rows from the words of columns and the flags of diagonals; here the host waits for their lengths.
 
     Everything is launched before: rows are written where there is room for the most of them, and what was chosen is copied, since
@@ -439,7 +448,8 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, refu
     column_ptr = columns_before.index_select(0, t.column_rows)
     summary = flags.new_empty(3)
     compact.summary_kernel[(1,)](columns_before[-1:], diagonals_before[-1:], refused, refused.numel(), summary, SIZE=256)
-    columns, diagonals, not_finite = summary.tolist()
+    summaries = torch.stack(context.axes.ring_gather(summary)).tolist()
+    columns, diagonals, not_finite = summaries[context.axes.ring_rank]
     if not_finite:
         raise SparseRingError(NOT_FINITE)
     if columns > column_values.numel():
@@ -447,7 +457,7 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, tied: _Tied | None, refu
     else:
         column_values = column_values[:columns].clone()
     if context.axes.ring_size > 1:
-        column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, tied)
+        column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, [row[0] for row in summaries])
     group, diagonal_values = context.config.heads_per_pattern, diagonal_values[:diagonals].clone()
     return VerticalSlash(context.segments, patterns, group, diagonal_ptr, diagonal_values, column_ptr, column_values)
 
@@ -464,22 +474,10 @@ def _filled(probe: _Probe, words: Tensor, before: Tensor, room: int) -> Tensor:
     return values
 
 
-def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, tied: _Tied | None) -> tuple[Tensor, Tensor]:
-    """Rows of the columns of all ranks, from those of this rank. Only what was chosen travels; the host waits for counts."""
-    axes, rows = probe.context.axes, ptr.numel() - 1
-    keys = axes.ring_gather_rows(_keys(ptr, values))
-    if tied is not None:
-        before = _bits_before(tied.words)
-        mine = _keys(before.index_select(0, probe.tables.column_rows), _filled(probe, tied.words, before, int(before[-1])))
-        candidates = axes.ring_gather_rows(mine).sort().values
-        row = candidates >> VALUE_BITS
-        rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
-        source = probe.tables.segments[:, fields.SOURCE].clamp(min=0)
-        run = source[:, None] * probe.patterns + torch.arange(probe.patterns, device=row.device)
-        keys = torch.cat([keys, candidates[rank < tied.keep[run.flatten()[row]]]])
-    # a sink may be tied, too; otherwise every rank has others, and the host need not wait for how many are left
-    keys = torch.unique(keys) if tied is not None else keys.sort().values
-    ptr = torch.searchsorted(keys >> VALUE_BITS, torch.arange(rows + 1, device=keys.device))
+def _over_the_ring(probe: _Probe, ptr: Tensor, values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of the columns of all ranks, from those of this rank; ``counts`` of the ranks. Only what was chosen travels."""
+    keys = probe.context.axes.ring_gather_rows(_keys(ptr, values), counts).sort().values  # one rank holds each token
+    ptr = torch.searchsorted(keys >> VALUE_BITS, torch.arange(ptr.numel(), device=keys.device))
     return ptr, keys & ((1 << VALUE_BITS) - 1)
 
 

@@ -33,7 +33,11 @@ _FORCED = tl.constexpr(tables.FORCED)
 _SEGMENT_REACH = tl.constexpr(tables.SEGMENT_REACH)
 _SEGMENT_SLOT = tl.constexpr(tables.SEGMENT_SLOT)
 _TILE = tl.constexpr(tables.DIAGONAL_TILE)
-_UNITS = tl.constexpr(2.0**50)  # 64 probabilities of each of 64 heads add up to less than 2**63
+
+UNITS = 52  # token diagonals add up in units of 2**-52: the probabilities of 64 rows stay below 2**63
+MEAN = 2.0 ** -(UNITS + 6)  # a 64th of their sum, whether or not a group has 64 rows: only the order within it counts
+_UNIT = tl.constexpr(2.0**UNITS)
+_MEAN = tl.constexpr(MEAN)
 
 
 @triton.jit
@@ -476,6 +480,18 @@ def diagonal_flag_kernel(
 
 
 @triton.jit
+def _mean_probabilities(
+    q, k_tile, lse, q_rows, row_lse, head, g, G, scale2, HPP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Probabilities [T keys, R] of one key block, averaged over the heads of a pattern; those of the first head are at hand."""
+    p = _probabilities(q, k_tile, row_lse, scale2)
+    for more in range(1, HPP):
+        other = _row_tile(q_rows, head + more, g, G, 64, D, BLOCK_D)
+        p += _probabilities(other, k_tile, _row_lse(lse, head + more, g, G, 64), scale2)
+    return p / HPP
+
+
+@triton.jit
 def mass_kernel(
     q_rows,
     k,
@@ -483,8 +499,8 @@ def mass_kernel(
     groups,
     chunks,
     key_blocks,
-    mass_out,  # fp32 [slots, T], from slot ``slot_first`` on; -1 for keys behind the probed ones
-    diagonal_sums,  # int64 [slots, 3, T]: sums along the token diagonals of a block, see below
+    columns,  # fp32 [slots, T] from slot ``slot_first`` on: mean mass of single keys; -1 for keys behind the probed ones
+    diagonals,  # int64 [slots, 2, T] likewise: each block's mass on token diagonals, summed over the rows, in units
     k_head_stride,
     k_stride,
     scale2,
@@ -494,16 +510,14 @@ def mass_kernel(
     P,
     GROUP: tl.constexpr,
     HPP: tl.constexpr,
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Mean probability of single keys, and of the token diagonals of each key block. Grid: chunks * P, patterns fastest.
+    """Mass of keys and of token diagonals in one pass. Grid: chunks * P from ``chunk_first`` on, patterns fastest.
 
-    Row u (counted from the beginning of the rows' first block) and key t of a block that lies c blocks before it are on the
-    token diagonal 64 c + u - t = 64 (c + turn) + r, where 0 <= r < 64. So each row of scores is turned by u, which puts r in
-    place of t, and the rows are added up for each turn, -1, 0 or 1 (the last one only where the rows straddle two blocks). These
-    sums are integers, in units of 2**-50: which rows meet in one depends on r, and equal masses must stay equal.
+    Row i and key j of a block lie on its diagonal i - j. Turning the keys of row i by i puts diagonal d >= 0 into line d, and
+    d - 64 there, too, for the rows i < d: the second half of ``diagonals``. Sums of integers do not depend on where a diagonal
+    is cut into two blocks, so that diagonals of equal probabilities tie.
     """
     pid = tl.program_id(0).to(tl.int64)
     c = pid // P + chunk_first
@@ -512,74 +526,68 @@ def mass_kernel(
     group = groups + g * _FIELDS
     if tl.load(group + _TARGET) >= 0:
         slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
-        first = tl.load(group + _ROW_FIRST)
-        count = tl.load(group + _ROW_COUNT)
-        straddles = (first + count - 1) // 64 > first // 64
-        row = first + tl.arange(0, 64 * HEADS) % 64
-        rows = (count * HPP).to(tl.float32)
+        i = tl.arange(0, 64)
+        row = tl.load(group + _ROW_FIRST) + i
+        rows = tl.load(group + _ROW_COUNT).to(tl.float32)
         key_end = tl.load(group + _KEY_END)
-        t = tl.arange(0, 64)
-        lag = (first % 64).to(tl.int32) + (tl.arange(0, 64 * HEADS) % 64)[None, :] - t[:, None]
         head = pattern * HPP
         k_head = k + head // GROUP * k_head_stride
+        q = _row_tile(q_rows, head, g, G, 64, D, BLOCK_D)
+        row_lse = _row_lse(lse, head, g, G, 64)
         for local in range(tl.load(chunks + c * 3 + 1), tl.load(chunks + c * 3 + 2)):
             block = tl.load(key_blocks + local)
-            key = block * 64 + t
             tile = _key_tile(k_head, k_stride, local, D, BLOCK_D)
-            future = key[:, None] > row[None, :]
-            mass = tl.zeros([64], tl.float32)
-            nearer = tl.zeros([64], tl.int64)
-            same = tl.zeros([64], tl.int64)
-            farther = tl.zeros([64], tl.int64)
-            for more in range(0, HPP, HEADS):
-                q = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
-                row_lse = _row_lse(lse, head + more, g, G, 64 * HEADS)
-                p = tl.where(future, 0.0, _probabilities(q, tile, row_lse, scale2))
-                mass += tl.sum(p, 1)
-                turned = (tl.gather(p, lag & 63, 0) * _UNITS).to(tl.int64)
-                nearer += tl.sum(tl.where(lag < 0, turned, 0), 1)
-                same += tl.sum(tl.where((lag >= 0) & (lag < 64), turned, 0), 1)
-                if straddles:
-                    farther += tl.sum(tl.where(lag >= 64, turned, 0), 1)
-            tl.store(mass_out + (slot + local) * 64 + t, tl.where(block < key_end, mass / rows, -1.0))
-            out = diagonal_sums + (slot + local) * 192 + t
-            tl.store(out, nearer)
-            tl.store(out + 64, same)
-            tl.store(out + 128, farther)
+            p = _mean_probabilities(q, tile, lse, q_rows, row_lse, head, g, G, scale2, HPP, D, BLOCK_D)
+            future = (block * 64 + i)[:, None] > row[None, :]
+            p = tl.where(future, 0.0, p)
+            mass = tl.where(block < key_end, tl.sum(p, 1) / rows, -1.0)
+            tl.store(columns + (slot + local) * 64 + i, mass)
+            lag = i[None, :] - i[:, None]
+            turned = (tl.gather(p, lag & 63, 0) * _UNIT).to(tl.int64)
+            whole = tl.sum(turned, 1)
+            later = tl.sum(tl.where(lag >= 0, turned, 0), 1)
+            at = diagonals + (slot + local) * 128 + i
+            tl.store(at, later)
+            tl.store(at + 64, whole - later)
 
 
 @triton.jit
 def offset_mass_kernel(
-    diagonal_sums,  # int64 [slots, 3, T], as `mass_kernel` writes them
+    diagonals,  # int64 [slots, 2, T], as `mass_kernel` writes them
     groups,
     offset_chunks,
     local_of,
-    mass,  # fp32 [slots, T] of token offsets, from slot ``offset_slot_first`` on
+    mass,  # [slots * T] of token offsets, from slot ``offset_first`` on: int64 units; fp32, in 64ths, unless SHARED
     chunk_first,
     slot_first,
-    offset_slot_first,
+    offset_first,
     P,
-    HPP: tl.constexpr,
+    SHARED: tl.constexpr,  # other ranks hold other keys
+    BLOCKS: tl.constexpr,
 ):
-    """Mean mass of token diagonals over this rank's keys, of three parts each. Grid: offset chunks * P."""
+    """Mass of token diagonals over this rank's keys: each passes through two blocks at a time. Grid: offset chunks * P."""
     pid = tl.program_id(0).to(tl.int64)
     c = pid // P + chunk_first
     pattern = pid % P
     g = tl.load(offset_chunks + c * 3)
     group = groups + g * _FIELDS
     if tl.load(group + _TARGET) >= 0:
-        row_block = tl.load(group + _ROW_FIRST) // 64
+        first = tl.load(group + _ROW_FIRST)
         document_begin = tl.load(group + _DOCUMENT_BEGIN)
         key_end = tl.load(group + _KEY_END)
         slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
-        rows = (tl.load(group + _ROW_COUNT) * HPP).to(tl.float32)
-        out = tl.load(group + _REACH_SLOT) * P + pattern * tl.load(group + _REACH) - offset_slot_first
-        t = tl.arange(0, 64)
-        for a in range(tl.load(offset_chunks + c * 3 + 1), tl.load(offset_chunks + c * 3 + 2)):
-            total = tl.zeros([64], tl.int64)
-            for part in tl.static_range(3):
-                block = row_block - a + part - 1
-                there = (block >= document_begin) & (block < key_end)
-                local = tl.load(local_of + block, mask=there, other=-1)
-                total += tl.load(diagonal_sums + ((slot + local) * 3 + part) * 64 + t, mask=t * 0 + local >= 0, other=0)
-            tl.store(mass + (out + a) * 64 + t, total.to(tl.float32) / (rows * _UNITS))
+        out = mass + (tl.load(group + _REACH_SLOT) * P + pattern * tl.load(group + _REACH) - offset_first) * 64
+        last = tl.load(offset_chunks + c * 3 + 2) * 64
+        for begin in range(tl.load(offset_chunks + c * 3 + 1) * 64, last, BLOCKS * 64):
+            offset = begin + tl.arange(0, BLOCKS * 64)
+            behind = offset - first  # minus the key that the first row meets
+            block = (63 - behind) >> 6  # the one whose diagonal (behind & 63) lies on it; the one before follows
+            there = (block >= document_begin) & (block < key_end)
+            local = tl.load(local_of + block, mask=there, other=-1)
+            total = tl.load(diagonals + (slot + local) * 128 + (behind & 63), mask=local >= 0, other=0)
+            there = (block > document_begin) & (block <= key_end)
+            local = tl.load(local_of + block - 1, mask=there, other=-1)
+            total += tl.load(diagonals + (slot + local) * 128 + 64 + (behind & 63), mask=local >= 0, other=0)
+            if not SHARED:
+                total = total.to(tl.float32) * _MEAN
+            tl.store(out + offset, total, mask=offset < last)

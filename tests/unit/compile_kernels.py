@@ -17,8 +17,10 @@ from triton.compiler import ASTSource
 from ds_sparse_ring.kernels import hop_index, triton_backward, triton_forward, triton_tables
 from ds_sparse_ring.kernels.triton_attention import tuning
 from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.select import tables as fields
+from ds_sparse_ring.select import triton_compact as compact
 from ds_sparse_ring.select import triton_probe as kernels
-from ds_sparse_ring.select.fast import launch_options, together
+from ds_sparse_ring.select.fast import launch_options, mass_options, together
 
 HOPPER_SHARED_BYTES = 227 * 1024
 FLOATS = dict.fromkeys(("scale", "scale_log2"), "fp32")
@@ -30,11 +32,13 @@ INTEGERS = {
     *("stride", "size"),
 }
 POINTERS = {
-    **dict.fromkeys(("groups", "segments", "chunks", "key_blocks", "words", "diagonal_sums"), "*i64"),
+    **dict.fromkeys(("groups", "segments", "chunks", "offset_chunks", "key_blocks", "local_of"), "*i64"),
+    **dict.fromkeys(("words", "diagonals", "histogram", "sums", "state", "above", "tied", "before", "counts"), "*i64"),
+    "share": "*fp64",
     "needed": "*i8",
-    **dict.fromkeys(("lse", "partials", "largest_out", "total_out", "anchors", "bounds", "mass_out", "out"), "*fp32"),
+    **dict.fromkeys(("lse", "partials", "largest_out", "total_out", "anchors", "bounds", "columns", "mass"), "*fp32"),
 }
-SCALARS = {"k_head_stride": "i64", "scale2": "fp32", "price": "fp32"}
+SCALARS = {"k_head_stride": "i64", "high": "i64", "scale2": "fp32", "price": "fp32"}
 
 
 def compile_kernel(kernel, kind: Callable[[str], str], constants: Mapping[str, object], options: Mapping[str, int]) -> int:
@@ -100,12 +104,29 @@ def selection() -> None:
             (kernels.lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8), "BOUND": True}),
             (kernels.price_kernel, {**rows, "SKIP": True}),
             (kernels.price_kernel, {**rows, "SKIP": False}),
-            (kernels.mass_kernel, rows),
+            (kernels.mass_kernel, {"HPP": per_pattern}),
         ]:
-            shared = compile_kernel(kernel, partial(selection_kind, element=element), group | more, options)
+            own = mass_options(head_size, bytes_each) if kernel is kernels.mass_kernel else {}
+            shared = compile_kernel(kernel, partial(selection_kind, element=element), group | more, options | own)
             what = f"{kernel.__name__}, {element}, head size {head_size}, {per_pattern} heads a pattern: {shared} bytes"
             assert shared <= HOPPER_SHARED_BYTES, what
             print(what)
+    walk = {"SLOT": fields.SLOT, "SIZE": fields.TILES, "BLOCKS": 16}
+    steps = {"BEGIN": fields.CHUNK_BEGIN, "END": fields.CHUNK_END, "CHUNKS": 16}
+    counted, weighed = {"BITS": compact.COUNT_BITS, "MASS": False}, {"BITS": compact.MASS_BITS, "MASS": True}
+    of_columns = {**walk, "OFFSETS": False}
+    for kernel, constants in [
+        (kernels.offset_mass_kernel, {"SHARED": False, "BLOCKS": 8}),
+        (compact.radix_count_kernel, {**of_columns, **counted}),
+        (compact.radix_count_kernel, {**of_columns, **weighed, "BLOCKS": 1}),
+        (compact.radix_sum_kernel, {**steps, "WIDTH": 1 << compact.COUNT_BITS}),
+        (compact.radix_step_kernel, {**steps, **counted, "SUMMED": False, "FIRST": True, "LAST": True}),
+        (compact.radix_step_kernel, {**steps, **weighed, "SUMMED": False, "FIRST": True, "LAST": True}),
+        (compact.mark_kernel, {**of_columns, "SINK_END": fields.SINK_END}),
+        (compact.tie_count_kernel, {"BLOCKS": 16}),
+        (compact.cut_ties_kernel, of_columns),
+    ]:
+        compile_kernel(kernel, partial(selection_kind, element="bf16"), constants, warps(4))
 
 
 if __name__ == "__main__":

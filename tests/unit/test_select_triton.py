@@ -16,6 +16,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import VerticalSlash
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import fast, select_index
+from ds_sparse_ring.select.mass import _token_diagonal_mass
 from ds_sparse_ring.select.price import _block_diagonal_mass, _take_out_forced
 from ds_sparse_ring.select.probe import pattern_mean, probe_groups, row_probabilities, target_segment
 from tests.common import DistributedTest, rank_device
@@ -168,6 +169,51 @@ def test_ties_go_to_the_lowest_index(selector: dict[str, Any]) -> None:
         assert got.columns(0, 0).tolist() == list(range(17))
 
 
+def _hostile(kind: str, sequence: Sequence, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one KV head with many equal scores, or with one that takes all."""
+    q, k = _planted(sequence, heads, 1)
+    if kind == "constant":
+        k = torch.ones_like(k)
+    elif kind == "repeated":  # every token diagonal and every column has equals, in all blocks
+        k = k[:, torch.arange(k.shape[1]) % 48 // 3]
+    elif kind == "huge":
+        q, k = q.abs(), k.clone()
+        k[:, 70] = 1e4
+    return q, k
+
+
+@pytest.mark.parametrize("kind", ["constant", "repeated", "huge"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lengths": [260], "segment_tokens": 128, "probe_tokens": 50},
+        {"lengths": [230, 1, 130], "segment_tokens": 128, "probe": "previous", "probe_tokens": 37, "heads_per_pattern": 2},
+        {"lengths": [90, 20], "segment_tokens": None, "heads_per_pattern": 4},
+    ],
+    ids=["unequal segments", "documents", "short"],
+)
+def test_selection_by_mass_finds_the_same_among_equals(kind: str, config: dict[str, Any]) -> None:
+    lengths = config["lengths"]
+    rest = {name: value for name, value in config.items() if name != "lengths"} | {"sink_tokens": 0, "local_blocks": 1}
+    for selector in (
+        {**FIXED, "columns": 100, "slashes": 70},
+        {"kind": "top_p", "p": 0.37, "max_columns": 90, "max_slashes": 70},
+    ):
+        _, sequence, context = bound(lengths, selector=selector, **rest)
+        index = _check(*_hostile(kind, sequence, rest.get("heads_per_pattern", 2)), context)
+        if kind == "constant" and selector["kind"] == "fixed" and lengths == [260]:
+            assert index.columns(2, 1).tolist() == list(range(100)) and index.diagonals(2, 1).tolist() == [0, 1, 2]
+
+
+def test_every_token_diagonal_has_the_mass_of_the_reference() -> None:
+    _, sequence, context = bound([260], segment_tokens=None, probe_tokens=50, heads_per_pattern=2, selector=FIXED)
+    q, k = _planted(sequence, 4, 1)
+    (probe,) = row_probabilities(q, k, probe_groups(context.segments, context.config), context, SCALE)
+    expected = _token_diagonal_mass(pattern_mean(probe.p, 2).double(), probe, context)
+    _, mass = fast._masses(fast._probe(q, k, context, SCALE, False)[0], 0, 1)
+    torch.testing.assert_close(mass.view(2, -1).double() * 64 / 50, expected, rtol=1e-4, atol=1e-12)
+
+
 @pytest.mark.parametrize("p", [0.05, 1.0])
 def test_top_p_reaches_p_with_the_fewest_columns(p: float) -> None:
     selector = {"kind": "top_p", "p": p, "max_slashes": 0}
@@ -244,7 +290,7 @@ def test_scores_that_are_not_finite_are_refused_and_padding_may_hold_anything(ba
         _check(q, k, context)
 
 
-@pytest.mark.parametrize("selector", [PRICE, TOP_P], ids=lambda s: s["kind"])
+@pytest.mark.parametrize("selector", [PRICE, TOP_P, FIXED], ids=lambda s: s["kind"])
 def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, sequence, context = bound([130], segment_tokens=64, selector=selector)
     q, k = _planted(sequence, 2, 1)
@@ -289,15 +335,17 @@ class TestRingSelection(DistributedTest):
             {"selector": PRICE, "layout": "zigzag", "probe": "previous", "segment_tokens": 64},
             {"selector": TOP_P, "segment_tokens": None},
             {"selector": FIXED, "segment_tokens": None},
+            {"selector": FIXED, "layout": "zigzag", "segment_tokens": 128, "probe": "previous", "heads_per_pattern": 2},
+            {"selector": {**TOP_P, "max_columns": 50}, "segment_tokens": 128, "probe_tokens": 37, "sink_tokens": 0},
         ]
         for config in cases if bounded_blocks else cases[:2]:
             _, sequence, context = bound([70, 250], **config)
-            q, k = _planted(sequence, 2, 1)
-            if config["selector"] is FIXED:
-                k = torch.ones_like(k)  # ties over both ranks
+            q, k = _planted(sequence, 2, 1) if config["selector"] in (PRICE, TOP_P) else _hostile("constant", sequence, 2)
             mine = [sequence.layout.shard(x.to(rank_device()), sequence.rank, 1) for x in (q, k)]
             expected, got = _both(mine[0], mine[1], context)
             assert got.equal(expected)
+            with NoWaiting():  # but for the summaries of all ranks: their lists of columns follow at once
+                select_index(mine[0], mine[1], context, scale=SCALE, method="triton")
             for name in ("diagonal_ptr", "diagonal_values", "column_ptr", "column_values"):
                 value = getattr(got, name)
                 assert all(torch.equal(other, value) for other in context.axes.ring_gather(value))
