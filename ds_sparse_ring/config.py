@@ -151,8 +151,9 @@ class SparseRingConfig(_Strict):
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """Which rank holds which blocks of 64 tokens: every degree-th block, one run of them, or two mirrored runs."""
 
-    backend: Literal["auto", "triton", "cpu", "torch"] = "auto"
-    """Kernels to use. Left out, the fastest that fits the device: "triton" for GPUs, "cpu" in C++; "torch" is the reference."""
+    backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto"
+    """Kernels to use. Left out, the fastest that fits the device: "cuda" in C++ for Hopper GPUs, "triton" for all GPUs, "cpu" in
+    C++; "torch" is the reference."""
 
     selector: Selector = Field(default_factory=PriceSelector)
     """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""

@@ -100,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"log_steps": 0}, ["sparse_ring.log_steps = 0"]),
     # wrong words
     ({"layout": "stripe"}, ['sparse_ring.layout = "stripe"', "'striped', 'contiguous' or 'zigzag'"]),
-    ({"backend": "cuda"}, ['sparse_ring.backend = "cuda"', "'auto', 'triton', 'cpu' or 'torch'"]),
+    ({"backend": "rocm"}, ['sparse_ring.backend = "rocm"', "'auto', 'cuda', 'triton', 'cpu' or 'torch'"]),
     ({"probe": "next"}, ['sparse_ring.probe = "next"', "'own' or 'previous'"]),
     ({"checkpoint": "all"}, ['sparse_ring.checkpoint = "all"', "'output' or 'index'"]),
     # nothing is converted silently

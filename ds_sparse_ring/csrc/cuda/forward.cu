@@ -46,10 +46,11 @@ cudaError_t encode_function(EncodeTiled* encode) {
   return found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorSymbolNotFound;
 }
 
-// [heads, rows, 128] bfloat16, rows one after the other; boxes of 64 rows x 64 dims
-bool encode_map(EncodeTiled encode, CUtensorMap* map, const void* data, int64_t rows, int64_t heads, int64_t head_stride) {
+// [heads, rows, 128] bfloat16; boxes of 64 rows x 64 dims
+bool encode_map(EncodeTiled encode, CUtensorMap* map, const void* data, int64_t rows, int64_t row_stride, int64_t heads,
+                int64_t head_stride) {
   const cuuint64_t sizes[3] = {kHeadSize, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(heads)};
-  const cuuint64_t strides[2] = {kHeadSize * 2, static_cast<cuuint64_t>(head_stride) * 2};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2, static_cast<cuuint64_t>(head_stride) * 2};
   const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -75,12 +76,12 @@ cudaError_t launch_forward(const ForwardProblem& p, int multiprocessors, cudaStr
   if (error != cudaSuccess) return error;
   ForwardArguments a;
   a.problem = p;
-  bool encoded = encode_map(encode, &a.q, p.q, q_rows, p.heads, p.q_head) &&
-                 encode_map(encode, &a.k, p.k, k_rows, p.kv_heads, p.k_head) &&
-                 encode_map(encode, &a.v, p.v, k_rows, p.kv_heads, p.v_head);
+  bool encoded = encode_map(encode, &a.q, p.q, q_rows, p.q_row, p.heads, p.q_head) &&
+                 encode_map(encode, &a.k, p.k, k_rows, p.k_row, p.kv_heads, p.k_head) &&
+                 encode_map(encode, &a.v, p.v, k_rows, p.v_row, p.kv_heads, p.v_head);
   if (p.columns > 0) {
-    encoded = encoded && encode_map(encode, &a.column_k, p.column_k, p.columns, 1, p.columns * kHeadSize) &&
-              encode_map(encode, &a.column_v, p.column_v, p.columns, 1, p.columns * kHeadSize);
+    encoded = encoded && encode_map(encode, &a.column_k, p.column_k, p.columns, p.column_k_row, 1, p.columns * p.column_k_row) &&
+              encode_map(encode, &a.column_v, p.column_v, p.columns, p.column_v_row, 1, p.columns * p.column_v_row);
   } else {
     a.column_k = a.k, a.column_v = a.v;
     a.problem.tables.column_ptr = nullptr;

@@ -36,11 +36,10 @@ struct Tables {
 enum Output : int { kWriteBf16 = 0, kWriteFloat = 1, kMergeFloat = 2 };
 
 struct ForwardProblem {
-  const void *q, *k,
-      *v;  // bf16 [H, n * 64, D], [K, m * 64, D] twice; heads q_head, k_head, v_head elements apart, rows D apart
-  int64_t q_head, k_head, v_head;
+  const void *q, *k, *v;  // bf16 [H, n * 64, D], [K, m * 64, D] twice
+  int64_t q_head, k_head, v_head, q_row, k_row, v_row;  // elements from a head or row to the next: multiples of 8
   const void *column_k, *column_v;  // bf16 [C, D]
-  int64_t columns;
+  int64_t columns, column_k_row, column_v_row;
   void* o;     // bf16 or fp32 [H, n * 64, D], heads o_head and rows o_row elements apart
   float* lse;  // [H, n * 64] natural logarithm, heads lse_head apart
   int64_t o_head, o_row, lse_head;
