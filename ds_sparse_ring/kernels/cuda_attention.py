@@ -1,7 +1,7 @@
 """The CUDA C++ backend for Hopper GPUs: the forward kernel of ``csrc/cuda``, and Triton's kernels for all that it does not do.
 
-It does bfloat16, head size 128, the full index and vertical-slash patterns. The rest is done by Triton's kernels, which read the
-same tables of `hop_index`: the backward pass, other dtypes and head sizes, block lists.
+It does bfloat16 and float16, head sizes 64 and 128, the full index and vertical-slash patterns. The rest is done by Triton's
+kernels, which read the same tables of `hop_index`: the backward pass, float32, other head sizes, block lists.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ds_sparse_ring.kernels.triton_attention import TritonKernel
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.op_builder import CUDAAttentionBuilder
 
+_HEAD_SIZES = (64, 128)
 _COLUMN_TILE = 64  # that of Triton's backward pass, so that both find the same cached table; its tiles are not read here
 
 
@@ -89,4 +90,5 @@ class CudaKernel(TritonKernel):
 
 
 def _offered(q: Tensor, v: Tensor, work: Work) -> bool:
-    return q.dtype == torch.bfloat16 and q.shape[2] == v.shape[2] == 128 and not isinstance(work.index, BlockLists)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return half and q.shape[2] == v.shape[2] in _HEAD_SIZES and not isinstance(work.index, BlockLists)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KINDS = ["vertical-slash", "block-lists", "full"]
 HALF = [torch.bfloat16, torch.float16]
 CUDA_KINDS = ["vertical-slash", "full"]
-CUDA_CASES = [(torch.bfloat16, 128)]
+CUDA_CASES = [(dtype, size) for dtype in HALF for size in (64, 128)]
 """What the CUDA kernels do themselves."""
 
 

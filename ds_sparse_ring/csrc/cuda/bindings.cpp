@@ -75,7 +75,7 @@ void check(const Tensor& x, const char* name, c10::IntArrayRef sizes, at::Scalar
 
 Output output_of(const Tensor& o, bool overwrite) {
   if (!overwrite) return kMergeFloat;
-  return o.scalar_type() == at::kFloat ? kWriteFloat : kWriteBf16;
+  return o.scalar_type() == at::kFloat ? kWriteFloat : kWriteElement;
 }
 
 void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_given, const Tensor& v_given, const Tensor& o,
@@ -85,16 +85,17 @@ void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_give
   TORCH_CHECK(device.is_cuda() && q_given.dim() == 3 && k_given.dim() == 3, "forward: tensors [heads, rows, dims] on a GPU");
   const int64_t heads = q_given.size(0), kv_heads = k_given.size(0), dims = q_given.size(2);
   const int64_t q_rows = int64_t{index.q_blocks} * kBlock, k_rows = int64_t{index.k_blocks} * kBlock;
-  TORCH_CHECK(dims == kHeadSize && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_rows > 0 && k_rows > 0,
-              "forward: head size ", kHeadSize, " and heads that share keys evenly were expected, got ", q_given.sizes(), " and ",
+  const at::ScalarType type = q_given.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, "forward: bfloat16 or float16 was expected, got ", type);
+  TORCH_CHECK((dims == 64 || dims == 128) && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_rows > 0 && k_rows > 0,
+              "forward: head size 64 or 128 and heads that share keys evenly were expected, got ", q_given.sizes(), " and ",
               k_given.sizes());
   TORCH_CHECK(index.tables.patterns * index.heads_per_pattern == heads, "forward: the index is for ",
               index.tables.patterns * index.heads_per_pattern, " heads, q has ", heads);
-  check(q_given, "q", {heads, q_rows, dims}, at::kBFloat16, device);
-  check(k_given, "k", {kv_heads, k_rows, dims}, at::kBFloat16, device);
-  check(v_given, "v", {kv_heads, k_rows, dims}, at::kBFloat16, device);
-  const bool half_output = overwrite && o.scalar_type() == at::kBFloat16;
-  check(o, "o", {heads, q_rows, dims}, half_output ? at::kBFloat16 : at::kFloat, device);
+  check(q_given, "q", {heads, q_rows, dims}, type, device);
+  check(k_given, "k", {kv_heads, k_rows, dims}, type, device);
+  check(v_given, "v", {kv_heads, k_rows, dims}, type, device);
+  check(o, "o", {heads, q_rows, dims}, overwrite && o.scalar_type() == type ? type : at::kFloat, device);
   check(lse, "lse", {heads, q_rows}, at::kFloat, device);
   TORCH_CHECK(o.stride(2) == 1 && o.stride(1) % 2 == 0 && (heads == 1 || o.stride(0) % 2 == 0) && lse.stride(1) == 1 &&
                   reinterpret_cast<uintptr_t>(o.const_data_ptr()) % 8 == 0,
@@ -109,8 +110,8 @@ void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_give
   p.q_row = q.stride(1), p.k_row = k.stride(1), p.v_row = v.stride(1);
   p.tables = index.tables;
   if (column_k_given.has_value() && column_v_given.has_value() && index.columns > 0) {
-    check(*column_k_given, "column_k", {index.columns, dims}, at::kBFloat16, device);
-    check(*column_v_given, "column_v", {index.columns, dims}, at::kBFloat16, device);
+    check(*column_k_given, "column_k", {index.columns, dims}, type, device);
+    check(*column_v_given, "column_v", {index.columns, dims}, type, device);
     column_k = readable(*column_k_given), column_v = readable(*column_v_given);
     p.column_k = column_k.const_data_ptr(), p.column_v = column_v.const_data_ptr();
     p.column_k_row = column_k.stride(0), p.column_v_row = column_v.stride(0);
@@ -118,6 +119,7 @@ void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_give
   }
   p.o = o.mutable_data_ptr(), p.lse = lse.mutable_data_ptr<float>();
   p.o_head = o.stride(0), p.o_row = o.stride(1), p.lse_head = lse.stride(0);
+  p.element = type == at::kHalf ? kFloat16 : kBfloat16, p.head_size = dims;
   p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = index.q_blocks, p.k_blocks = index.k_blocks;
   p.heads_per_pattern = index.heads_per_pattern;
   p.scale_log2 = static_cast<float>(scale * kLog2e);
