@@ -155,6 +155,9 @@ class SparseRingConfig(_Strict):
     """Kernels to use. Left out, the fastest that fits the device: "cuda" in C++ for Hopper GPUs, "triton" for all GPUs, "cpu" in
     C++; "torch" is the reference."""
 
+    spare_multiprocessors: int = Field(default=0, ge=0)
+    """Multiprocessors that the "cuda" kernels leave to transfers: a launch holds all others until it ends."""
+
     selector: Selector = Field(default_factory=PriceSelector)
     """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""
 

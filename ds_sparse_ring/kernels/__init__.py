@@ -18,11 +18,14 @@ GPU_BACKENDS = ("cuda", "triton")
 """Names of the kernels for GPUs."""
 
 
-def get_kernel(backend: str) -> Kernel:
+def get_kernel(backend: str, *, spare_multiprocessors: int = 0) -> Kernel:
     """The kernel of a backend name.
 
     "auto": on a GPU CUDA C++ if it is a Hopper GPU and the op can be built, else Triton; on a CPU the C++ kernels if it can have
     them, else the reference.
+
+    Args:
+        spare_multiprocessors: see `CudaKernel`; other backends have no use for it.
 
     Raises:
         SparseRingError: an unknown backend, or one that cannot be had here.
@@ -30,16 +33,18 @@ def get_kernel(backend: str) -> Kernel:
     if backend not in BACKENDS:
         raise SparseRingError(f"sparse_ring.backend: unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        return _best_on_gpus() if _trains_on_gpus() else _best_on_cpus()
-    return {"cuda": _cuda_kernel, "triton": _triton_kernel, "cpu": _cpu_kernel, "torch": TorchKernel}[backend]()
+        return _best_on_gpus(spare_multiprocessors) if _trains_on_gpus() else _best_on_cpus()
+    if backend == "cuda":
+        return _cuda_kernel(spare_multiprocessors)
+    return {"triton": _triton_kernel, "cpu": _cpu_kernel, "torch": TorchKernel}[backend]()
 
 
-def _best_on_gpus() -> Kernel:
+def _best_on_gpus(spare_multiprocessors: int) -> Kernel:
     from ds_sparse_ring.op_builder import CUDAAttentionBuilder  # imports DeepSpeed
 
     if CUDAAttentionBuilder().is_available():
         try:
-            return _cuda_kernel()
+            return _cuda_kernel(spare_multiprocessors)
         except SparseRingError as error:
             _warn_once(f"{error}. Triton's kernels are used")
     return _triton_kernel()
@@ -63,7 +68,7 @@ def _trains_on_gpus() -> bool:
     return torch.cuda.is_available() and str(get_accelerator().device_name()) == "cuda"
 
 
-def _cuda_kernel() -> Kernel:
+def _cuda_kernel(spare_multiprocessors: int) -> Kernel:
     from ds_sparse_ring.op_builder import CUDAAttentionBuilder
 
     builder = CUDAAttentionBuilder()
@@ -75,7 +80,7 @@ def _cuda_kernel() -> Kernel:
     from ds_sparse_ring.kernels.cuda_attention import CudaKernel
 
     try:
-        return CudaKernel()
+        return CudaKernel(spare_multiprocessors=spare_multiprocessors)
     except (RuntimeError, ImportError) as error:
         raise SparseRingError(
             f"sparse_ring.backend: the CUDA kernels could not be built: {f'{error} '.splitlines()[0][:300]}. "

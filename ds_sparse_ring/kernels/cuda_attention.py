@@ -64,28 +64,22 @@ class CudaKernel(TritonKernel):
         """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""
         index = work.index
         if not isinstance(index, VerticalSlash):
-            return self._make_tables(work, q_blocks, k_blocks, device, None, [])
+            return self._make_tables(work, q_blocks, k_blocks, device, with_columns)
         key = ("cuda", work.q_map, work.k_map, q_blocks, k_blocks, with_columns)
-        return index.derived(key, lambda: self._sparse_tables(index, work, q_blocks, k_blocks, device, with_columns))
+        return index.derived(key, lambda: self._make_tables(work, q_blocks, k_blocks, device, with_columns))
 
-    def _sparse_tables(
-        self, index: VerticalSlash, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool
-    ) -> Any:
+    def _make_tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
+        index, q_map = work.index, work.q_map
         spans = hop_index.spans(work, q_blocks, k_blocks, device)
-        of_columns: list[Tensor] = []
-        if with_columns:
-            table = hop_index.columns(index, work.q_map, q_blocks, spans.segments, _COLUMN_TILE)
-            of_columns = [table.ptr, table.ids, table.end, hop_index.offsets(index, 1, 0).bits]
-        bits = hop_index.offsets(index, work.q_map.stride, spans.residue).bits
-        return self._make_tables(work, q_blocks, k_blocks, device, bits, of_columns)
-
-    def _make_tables(
-        self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, bits: Tensor | None, of_columns: list[Tensor]
-    ) -> Any:
-        spans, index = hop_index.spans(work, q_blocks, k_blocks, device), work.index
+        bits, of_columns = None, []
+        if isinstance(index, VerticalSlash):
+            bits = hop_index.offsets(index, q_map.stride, spans.residue).bits
+            if with_columns:
+                table = hop_index.columns(index, q_map, q_blocks, spans.segments, _COLUMN_TILE)
+                of_columns = [table.ptr, table.ids, table.end, hop_index.offsets(index, 1, 0).bits]
         return self._op.HopTables(
-            spans.base, spans.own, work.q_map.stride, work.q_map.start, q_blocks, k_blocks, index.patterns,
-            index.heads_per_pattern, spans.segments, spans.q_segment, bits, of_columns,
+            spans.base, spans.own, q_map.stride, q_map.start, q_blocks, k_blocks, index.patterns, index.heads_per_pattern,
+            spans.segments, spans.q_segment, bits, of_columns,
         )  # fmt: skip
 
 
