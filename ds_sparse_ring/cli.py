@@ -136,6 +136,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help="A profile by name, or a JSON file of one.")] = "h200",
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
+    liger: Annotated[bool, typer.Option("--liger", help="Norms, rotary embedding and gates by Liger's kernels.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest sequence that fits, in place of --seq.")] = False,
     compare: Annotated[Path | None, typer.Option(help="metrics.jsonl of a run: its step beside the simulated one.")] = None,
@@ -149,7 +150,7 @@ def plan(
         if compare is None:
             if max_seq and (idle := sorted(given & {"seq", "timeline"})):
                 raise SparseRingError(f"plan: --max-seq finds the length itself: leave out --{', --'.join(idle)}")
-            job = read_job(config, model, parse_tokens(seq), world, hardware, density, columns)
+            job = read_job(config, model, parse_tokens(seq), world, hardware, density, columns, liger=liger)
             print_longest(job, model) if max_seq else print_plan(job, model, timeline)
             return
         if idle := sorted(given - {"compare", "hardware"}):

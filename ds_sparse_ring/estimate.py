@@ -66,8 +66,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
     page_blocks = None if config.page_tokens is None else config.page_tokens // BLOCK
-    full = isinstance(config.selector, FullSelector)
-    rates = (hardware.dense_forward, hardware.dense_backward) if full else (hardware.sparse_forward, hardware.sparse_backward)
+    rates = _attention_rates(job, layout.ranks)
 
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
@@ -84,11 +83,29 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         index_ms=_index_share(job) * (forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
         columns_ms=_columns_ms(job, rows_of(job, heads, kv_heads), shard, layout.ranks, forward, backward),
-        rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
+        rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
         layers=model.num_hidden_layers,
         memory=memory,
         report=report,
     )
+
+
+def _attention_rates(job: Job, ranks: int) -> tuple[float, float]:
+    """Forward and backward; ``ranks`` of the ring."""
+    machine = job.hardware
+    if not isinstance(job.config.selector, FullSelector):
+        return machine.sparse_forward, machine.sparse_backward
+    return (
+        (machine.dense_forward, machine.dense_backward)
+        if ranks == 1
+        else (machine.ring_dense_forward, machine.ring_dense_backward)
+    )
+
+
+def _rest_rate(job: Job) -> float:
+    machine = job.hardware
+    rate = machine.liger_rest if job.liger else machine.rest
+    return rate if job.config.layer_chunk_tokens is None else rate * machine.chunked
 
 
 def _index_share(job: Job) -> float:

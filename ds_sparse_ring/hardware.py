@@ -32,8 +32,15 @@ class Hardware(BaseModel):
     sparse_forward: float
     sparse_backward: float
     """This package's kernels, likewise."""
+    ring_dense_forward: float
+    ring_dense_backward: float
+    """Dense attention on a ring, whose shards no library of dense attention takes: this package's kernels on the full index."""
     rest: float
     """Everything but attention in a training step, on the FLOPs that it executes (recomputation included)."""
+    liger_rest: float
+    """The same with Liger's kernels."""
+    chunked: float = 0.88
+    """Of these two rates what is left with ``layer_chunk_tokens``: a projection more, copies, sums of weight gradients."""
     inner_gb_s: float
     outer_gb_s: float
     """Link of one GPU to another one of its node, and of another node."""
@@ -54,7 +61,10 @@ _A100: dict[str, Any] = {
     "dense_backward": 165,
     "sparse_forward": 90,
     "sparse_backward": 90,
+    "ring_dense_forward": 95,
+    "ring_dense_backward": 95,
     "rest": 170,
+    "liger_rest": 190,
     "inner_gb_s": 200,
     "outer_gb_s": 22,
     "latency_ms": 0.08,
@@ -67,9 +77,12 @@ _H200: dict[str, Any] = {
     "node_ranks": 8,
     "dense_forward": 679,
     "dense_backward": 611,
-    "sparse_forward": 374,
+    "sparse_forward": 508,
     "sparse_backward": 321,
+    "ring_dense_forward": 608,
+    "ring_dense_backward": 412,
     "rest": 463,
+    "liger_rest": 570,
     "inner_gb_s": 300,
     "outer_gb_s": 45,
     "latency_ms": 0.08,
@@ -84,7 +97,10 @@ _CPU: dict[str, Any] = {
     "dense_backward": 0.13,
     "sparse_forward": 0.17,
     "sparse_backward": 0.16,
+    "ring_dense_forward": 0.17,
+    "ring_dense_backward": 0.16,
     "rest": 0.1,
+    "liger_rest": 0.1,
     "inner_gb_s": 2,
     "outer_gb_s": 1,
     "latency_ms": 0.2,

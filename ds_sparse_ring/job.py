@@ -89,6 +89,7 @@ class Job:
             all causal pairs that are columns. zero_stage: 0 to 3. loss_tile: tokens whose logits exist at once.
         optimizer_on, weights_on: where DeepSpeed keeps these states. trained_share: of the weights; the others are frozen.
         optimizer_bytes: of a trained weight; 12 are a master copy in fp32 and two moments of Adam.
+        liger: norms, rotary embedding and gates by Liger's kernels.
     """
 
     model: ModelShape
@@ -104,6 +105,7 @@ class Job:
     weights_on: StatesOn = "device"
     trained_share: float = 1.0
     optimizer_bytes: int = 12
+    liger: bool = False
 
 
 class Schedule(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.config import FixedSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
@@ -128,8 +128,15 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
 
 
 def columns_of(job: Job, heads: int) -> float:
-    """Columns of all segments and heads of a layer, each read by the queries of its segment; every rank has all of them."""
-    return heads * job.columns * job.tokens**2 / 2 / min(job.tokens, job.config.segment_tokens or job.tokens)
+    """Columns of all segments and heads of a layer, each read by the queries of its segment; every rank has all of them.
+
+    The fixed selector says how many; otherwise they follow from the share of pairs that they are.
+    """
+    selector, segment = job.config.selector, min(job.tokens, job.config.segment_tokens or job.tokens)
+    if isinstance(selector, FixedSelector):
+        ends = range(segment, job.tokens + segment, segment)
+        return heads / job.config.heads_per_pattern * sum(min(selector.columns, end) for end in ends)
+    return heads * job.columns * job.tokens**2 / 2 / segment
 
 
 def rows_of(job: Job, heads: int, kv_heads: int) -> float:

@@ -55,9 +55,8 @@ def job_of(run: RunLog, hardware: str) -> Job:
     density, columns = ((run.median(key) or 0.0) * inside for key in ("density", "column_density"))
     tokens = ran.micro_batch * ran.sequence_tokens
     profile = load_hardware(hardware)
-    return Job(
-        ran.model, profile, run.config, tokens, ran.world, density, columns, ran.zero_stage, ran.loss_tile_tokens or tokens
-    )
+    tile = ran.loss_tile_tokens or tokens
+    return Job(ran.model, profile, run.config, tokens, ran.world, density, columns, ran.zero_stage, tile, liger=ran.liger)
 
 
 def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:

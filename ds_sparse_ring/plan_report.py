@@ -76,7 +76,9 @@ def print_longest(job: Job, title: str) -> None:
     console.print("predicted, not measured")
 
 
-def read_job(file: Path | None, model: str, tokens: int, world: int, hardware: str, density: float, columns: float) -> Job:
+def read_job(
+    file: Path | None, model: str, tokens: int, world: int, hardware: str, density: float, columns: float, *, liger: bool = False
+) -> Job:
     """What is to be planned, from a DeepSpeed file (None: the defaults, ZeRO-3) and the command line.
 
     Raises:
@@ -87,7 +89,7 @@ def read_job(file: Path | None, model: str, tokens: int, world: int, hardware: s
     if not 0 <= columns <= density <= 1:
         raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
     share = (1.0, 0.0) if isinstance(config.selector, FullSelector) else (density, columns)
-    return Job(load_shape(model), load_hardware(hardware), config, tokens, world, *share, **states)
+    return Job(load_shape(model), load_hardware(hardware), config, tokens, world, *share, **states, liger=liger)
 
 
 def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:

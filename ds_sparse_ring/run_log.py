@@ -33,6 +33,8 @@ class RunJob(BaseModel):
     zero_stage: int
     loss_tile_tokens: int
     """Tokens whose logits exist at once."""
+    liger: bool = False
+    """Norms, rotary embedding and gates by Liger's kernels."""
     sparse_ring: dict[str, Any]
     """The section of the DeepSpeed file, with defaults."""
 

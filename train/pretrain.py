@@ -171,6 +171,7 @@ class Pretraining:
             accumulation=args.accumulation,
             zero_stage=self.engine.zero_optimization_stage(),
             loss_tile_tokens=args.loss_tile_tokens,
+            liger=args.liger_kernel,
             sparse_ring=ring.config.model_dump(),
         )
 

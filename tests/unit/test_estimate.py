@@ -16,7 +16,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import SHAPES, Job, Schedule, load_shape, schedules, states_of
-from ds_sparse_ring.memory import Memory, longest_sequence, memory_of, refuse_misfit
+from ds_sparse_ring.memory import Memory, columns_of, longest_sequence, memory_of, refuse_misfit
 from ds_sparse_ring.plan_report import parse_tokens
 
 FULL = SparseRingConfig(selector={"kind": "full"})
@@ -44,12 +44,43 @@ def test_measured_steps_on_one_gpu_are_reproduced(config, shares, rates, attenti
     assert e.memory.device == pytest.approx(memory_gib * 2**30, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("world", "tokens", "selector", "shares", "liger", "attention_s", "step_s", "memory_gib"),
+    [
+        (1, 262144, {"columns": 5200, "slashes": 104}, (0.0541, 0.0333), False, 5.86, 22.7, 61.2),
+        (1, 262144, {"columns": 5200, "slashes": 104}, (0.0537, 0.033), True, 5.51, 18.9, 59.6),
+        (1, 524288, {"columns": 10400, "slashes": 208}, (0.0548, 0.0347), True, 23.4, None, 112.8),
+        (2, 262144, {"columns": 5200, "slashes": 104}, (0.0537, 0.033), True, None, 10.28, 34.2),
+        (1, 262144, None, (1.0, 0.0), True, 54.8, None, 59.3),
+        (2, 262144, None, (1.0, 0.0), True, 38.2, 45.6, 34.0),
+    ],
+)
+def test_measured_steps_of_chunked_layers_are_reproduced(
+    world, tokens, selector, shares, liger, attention_s, step_s, memory_gib
+) -> None:
+    """Of docs/measurements.md, too; a step_s of None: only the first one was measured, in which host memory is pinned."""
+    chosen = {"kind": "full"} if selector is None else {"kind": "fixed", **selector}
+    offload = {"host_gib": 100, "device_gib": 40 if tokens > 262144 else 0}
+    section = {"selector": chosen, "segment_tokens": 16384, "layer_chunk_tokens": 16384, "offload": offload}
+    config = SparseRingConfig.model_validate(section)
+    e = estimate(replace(_job(world, tokens, config, *shares), zero_stage=3, liger=liger), Schedule())
+    assert attention_s is None or e.attention_ms - 36 * e.index_ms == pytest.approx(1e3 * attention_s, rel=0.1)
+    assert step_s is None or e.step_ms == pytest.approx(1e3 * step_s, rel=0.1)
+    assert e.memory.device == pytest.approx(memory_gib * 2**30, rel=0.03)
+
+
+def test_the_fixed_selector_says_how_many_columns_memory_must_hold() -> None:
+    selector = {"kind": "fixed", "columns": 5000, "slashes": 10}
+    config = SparseRingConfig.model_validate({"selector": selector, "segment_tokens": 4096, "heads_per_pattern": 2})
+    assert columns_of(_job(1, 10000, config), 16) == 8 * (4096 + 5000 + 5000)  # a segment's own tokens bound the first ones
+
+
 def test_the_shape_of_a_model_counts_its_parameters() -> None:
     assert SHAPES["qwen2.5-3b"].parameters == pytest.approx(3.09e9, rel=0.01)
 
 
 def test_more_ranks_share_the_work_and_the_memory() -> None:
-    one, four = estimate(_job(1), Schedule()), estimate(_job(4), Schedule())
+    one, four = (estimate(_job(world, config=SparseRingConfig(), density=0.1), Schedule()) for world in (1, 4))
     assert four.step_ms < one.step_ms / 3.5
     assert four.memory.device < one.memory.device / 2
 
