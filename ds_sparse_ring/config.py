@@ -89,6 +89,102 @@ class FullSelector(_Strict):
     kind: Literal["full"] = "full"
 
 
+class CompleteSelector(_Strict):
+    """Of the selectors that say all that is active: no local blocks and no first tokens are added to what they name."""
+
+
+class WindowSelector(CompleteSelector):
+    """The nearest blocks and the first tokens of a document (StreamingLLM, arXiv 2309.17453)."""
+
+    kind: Literal["window"] = "window"
+
+    window_blocks: int = Field(default=32, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read; tokens."""
+
+
+class LongformerSelector(CompleteSelector):
+    """The nearest blocks, and tokens that all later ones read (Longformer, arXiv 2004.05150, causal: global tokens are keys)."""
+
+    kind: Literal["longformer"] = "longformer"
+
+    window_blocks: int = Field(default=8, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    global_tokens: int = Field(default=64, ge=0)
+    """First tokens of each document that are global; tokens."""
+
+    global_every: int | None = Field(default=512, ge=1)
+    """One more global token after every so many tokens of a document; tokens; null is none."""
+
+
+class BigBirdSelector(CompleteSelector):
+    """The nearest blocks, the first ones and random ones between them (BigBird, arXiv 2007.14062, causal)."""
+
+    kind: Literal["bigbird"] = "bigbird"
+
+    window_blocks: int = Field(default=3, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_blocks: int = Field(default=1, ge=0)
+    """First blocks of 64 tokens of each document that all its later blocks read."""
+
+    random_blocks: int = Field(default=3, ge=0)
+    """Random blocks of 64 tokens per query block, others for each pattern head and layer, the same in all steps."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the random blocks; 0 to 2**32 - 1."""
+
+
+class RandomDiagonalsSelector(CompleteSelector):
+    """The nearest block diagonals and random ones: what choosing by attention mass must beat."""
+
+    kind: Literal["random_diagonals"] = "random_diagonals"
+
+    density: float = Field(default=0.05, gt=0, le=1)
+    """Share of each segment's causal pairs that the diagonals hold, the nearest ones included; above 0, at most 1."""
+
+    window_blocks: int = Field(default=2, ge=1)
+    """Nearest diagonals of 64-token blocks, kept even if they exceed the density."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read, beside the density; tokens."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the random diagonals, others for each segment, pattern head and layer, the same in all steps; 0 to 2**32 - 1."""
+
+
+class MobaSelector(CompleteSelector):
+    """Key blocks whose mean key fits best to the mean query of 64 tokens (MoBA, arXiv 2502.13189)."""
+
+    kind: Literal["moba"] = "moba"
+
+    top_k: int = Field(default=12, ge=1)
+    """Key blocks of block_tokens that a query block reads, the one that it lies in included."""
+
+    block_tokens: int = Field(default=512, ge=BLOCK_TOKENS)
+    """Tokens of a key block, counted from the document's first; a multiple of 64."""
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> MobaSelector:
+        _check_multiple("block_tokens", self.block_tokens)
+        return self
+
+
+class XAttentionSelector(CompleteSelector):
+    """The fewest key blocks of 64 tokens that hold a share of the mass by antidiagonal scores (after arXiv 2503.16428)."""
+
+    kind: Literal["xattention"] = "xattention"
+
+    threshold: float = Field(default=0.9, gt=0, le=1)
+    """Share of a query block's estimated mass that its key blocks must reach; above 0, at most 1."""
+
+    stride: Literal[1, 2, 4, 8, 16, 32, 64] = 16
+    """Every so many antidiagonals of a block are scored; tokens. The ring gathers stride sums of keys per block of 64."""
+
+
 class OffloadConfig(_Strict):
     """Memory that a rank may use for what checkpointed layers keep, most of it outside the device; 1 GiB is 2**30 bytes."""
 
@@ -124,7 +220,19 @@ class OffloadConfig(_Strict):
         return self
 
 
-Selector = Annotated[PriceSelector | TopPSelector | FixedSelector | FullSelector, Field(discriminator="kind")]
+Selector = Annotated[
+    PriceSelector
+    | TopPSelector
+    | FixedSelector
+    | FullSelector
+    | WindowSelector
+    | LongformerSelector
+    | BigBirdSelector
+    | RandomDiagonalsSelector
+    | MobaSelector
+    | XAttentionSelector,
+    Field(discriminator="kind"),
+]
 
 
 class SparseRingConfig(_Strict):
@@ -155,7 +263,7 @@ class SparseRingConfig(_Strict):
     """Kernels to use. Left out, the fastest that fits the device: "triton" for GPUs, "cpu" in C++; "torch" is the reference."""
 
     selector: Selector = Field(default_factory=PriceSelector)
-    """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""
+    """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""
 
     segment_tokens: int | None = Field(default=16384, ge=BLOCK_TOKENS)
     """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining)."""
@@ -219,12 +327,31 @@ class SparseRingConfig(_Strict):
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
                 'set segment_tokens (e.g. 16384) or probe = "own"'
             )
+        self._check_complete_selector()
         return self
 
     @property
     def page_tokens(self) -> int | None:
         """Tokens of a page of keys and values that wait outside the device; None: they stay on it."""
         return None if self.offload is None else self.offload.kv_page_tokens
+
+    def _check_complete_selector(self) -> None:
+        """What a selector that says all cannot take into account must not be set (a default may stand there)."""
+        if not isinstance(self.selector, CompleteSelector):
+            return
+        kind, fields = self.selector.kind, type(self).model_fields
+        for key in ("local_blocks", "sink_tokens"):
+            if getattr(self, key) != fields[key].default:
+                own = [name for name in type(self.selector).model_fields if name != "kind"]
+                raise ValueError(
+                    f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
+                    f"leave it out, and set the selector's own {', '.join(own)}"
+                )
+        if self.probe == "previous" and isinstance(self.selector, MobaSelector | XAttentionSelector):
+            raise ValueError(
+                f'probe = "previous" has no effect on selector "{kind}", whose query blocks choose for themselves: '
+                'use probe = "own"'
+            )
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class SequenceContext:
         spill: where the checkpointed layers of this pass keep what they need again; None: on the device.
         heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
             rank's share of the heads, for all tokens of the group in the order of its ranks.
+        layer: the layer that attends; random patterns differ between layers.
     """
 
     layout: Layout
@@ -40,6 +41,11 @@ class SequenceContext:
     meter: Meter
     spill: Graph | None = None
     heads_exchanged: bool = False
+    layer: int = 0
+
+    def at_layer(self, layer: int) -> SequenceContext:
+        """The same sequence for one of the model's layers."""
+        return replace(self, layer=layer)
 
     @property
     def rank(self) -> int:

@@ -302,6 +302,11 @@ def row_of_entries(ptr: Tensor, values: Tensor) -> Tensor:
     return torch.repeat_interleave(rows, ptr.diff(), output_size=values.numel())
 
 
+def in_order(row: Tensor, values: Tensor) -> Tensor:
+    """Entries of compressed rows, ascending within each; ``row``: the row of each entry, ascending."""
+    return ((row << VALUE_BITS) | values).sort().values & ((1 << VALUE_BITS) - 1)
+
+
 def segment_of_blocks(segments: tuple[Segment, ...], blocks: Tensor) -> Tensor:
     """Segment number of each global block."""
     ends = torch.tensor([s.end for s in segments], device=blocks.device)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from ds_sparse_ring.config import CompleteSelector
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.kernels.dense import DenseCase, find_dense
@@ -193,11 +194,7 @@ class Setup:
             ("ranks", f"{axes.world_size} = data axis {axes.data_size} x sequence axis {axes.sequence_size}; {ring_ranks}"),
             ("layout", f"{config.layout}, blocks of 64 tokens"),
             ("selector", ", ".join(filter(None, (describe_selector(config.selector), full_index)))),
-            ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
-            (
-                "always active",
-                f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document",
-            ),
+            *self._probe_rows(segment),
             ("attention backend", self.backend()),
             ("ZeRO stage", str(self.zero_stage)),
             ("gradient checkpointing", self.checkpointing()),
@@ -212,6 +209,16 @@ class Setup:
                 f"{self.micro_batch * self.accumulation * axes.world_size}"
                 + ("" if one else f": it counts every rank, so each sequence {axes.sequence_size} times"),
             ),
+        ]
+
+    def _probe_rows(self, segment: str) -> list[tuple[str, str]]:
+        """How a selection by probes works, and what is active without one."""
+        config = self.ring.config
+        if isinstance(config.selector, CompleteSelector):
+            return [("segments", segment)]
+        return [
+            ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
+            ("always active", f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document"),
         ]
 
 

@@ -287,7 +287,8 @@ def sparse_ring_attention_forward(
         )
     if attention_mask is not None:
         raise SparseRingError("a sharded sequence takes no attention mask; SparseRing.sequence_batch removes padding")
-    return sparse_ring_attention(query, key, value, sparse_ring, layer=module.layer_idx, scale=scale), None
+    layer = module.layer_idx
+    return sparse_ring_attention(query, key, value, sparse_ring.at_layer(layer), layer=layer, scale=scale), None
 
 
 def sparse_ring_mask(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import (
+    CompleteSelector,
     FixedSelector,
     FullSelector,
     OffloadConfig,
@@ -23,6 +24,7 @@ from ds_sparse_ring.config import (
 from ds_sparse_ring.errors import SparseRingError
 
 MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig]
+MODELS += CompleteSelector.__subclasses__()
 
 
 def read(section: Any, **others: Any) -> SparseRingConfig:
