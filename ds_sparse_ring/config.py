@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, section_of
+from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 
@@ -185,6 +186,24 @@ class XAttentionSelector(CompleteSelector):
     """Every so many antidiagonals of a block are scored; tokens. The ring gathers stride sums of keys per block of 64."""
 
 
+class NormSelector(CompleteSelector):
+    """Columns by the norm of their keys alone, the nearest blocks and the first tokens: activation-norm top-k."""
+
+    kind: Literal["norm"] = "norm"
+
+    columns: int = Field(default=1024, ge=0)
+    """Columns per pattern head and segment; tokens."""
+
+    order: Literal["largest", "smallest"] = "largest"
+    """Which norms are taken; "smallest" after arXiv 2406.11430, by which keys of small norm draw attention."""
+
+    window_blocks: int = Field(default=2, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read, beside the columns; tokens."""
+
+
 class OffloadConfig(_Strict):
     """Memory that a rank may use for what checkpointed layers keep, most of it outside the device; 1 GiB is 2**30 bytes."""
 
@@ -230,9 +249,44 @@ Selector = Annotated[
     | BigBirdSelector
     | RandomDiagonalsSelector
     | MobaSelector
-    | XAttentionSelector,
+    | XAttentionSelector
+    | NormSelector,
     Field(discriminator="kind"),
 ]
+
+
+class ScheduleConfig(_Strict):
+    """How sparse attention is in the course of training. Steps are optimizer steps."""
+
+    curriculum_steps: int = Field(default=0, ge=0)
+    """Steps after the dense warm-up in which the budget moves from its start to what is configured; 0 is none."""
+
+    start_selector: Selector | None = None
+    """Selector at the start of the curriculum, of the configured kind: numbers that differ move step by step."""
+
+    start_density: float | None = Field(default=None, gt=0, le=1)
+    """Density at the start of the curriculum, where target_density is held; above 0, at most 1."""
+
+    target_density: float | None = Field(default=None, gt=0, le=1)
+    """Density to hold by moving the price: mean over patterns and layers that choose; null leaves the price alone."""
+
+    min_layer_density: float | None = Field(default=None, gt=0, le=1)
+    """Density below which no layer shall stay: such a layer gets a lower price of its own; null is none."""
+
+    gain: float = Field(default=0.25, gt=0, le=1)
+    """Share of a density's relative error by which prices change per step; lower is slower and calmer."""
+
+    refresh_steps: int = Field(default=1, ge=1)
+    """Every so many steps layers choose, and keep that until the next time; 1 is in every step."""
+
+    reuse: Literal["diagonals", "index"] = "diagonals"
+    """What is kept between: the diagonals (columns belong to a text), or the whole index, columns at their places."""
+
+    explore_diagonals: int = Field(default=0, ge=0)
+    """Random block diagonals beside the chosen ones, per pattern head and segment, others in each step; 0 is none."""
+
+    explore_steps: int = Field(default=1, ge=1)
+    """Every so many steps they are read; 1 is in every step."""
 
 
 class SparseRingConfig(_Strict):
@@ -286,6 +340,12 @@ class SparseRingConfig(_Strict):
     dense_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start of training that use the full index."""
 
+    dense_layers: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
+    """Layers that always use the full index: numbers (-1: the last), ranges ("0-3", "28-"), names of modules ("*.layers.7")."""
+
+    schedule: ScheduleConfig | None = None
+    """How sparse attention is in the course of training; null: the same in all steps after the dense warm-up."""
+
     eval_full_index: bool = False
     """Evaluate with the full index instead of the selected one."""
 
@@ -328,6 +388,8 @@ class SparseRingConfig(_Strict):
                 'set segment_tokens (e.g. 16384) or probe = "own"'
             )
         self._check_complete_selector()
+        if self.schedule is not None:
+            check_schedule(self.schedule, self.selector)
         return self
 
     @property
@@ -347,7 +409,7 @@ class SparseRingConfig(_Strict):
                     f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
                     f"leave it out, and set the selector's own {', '.join(own)}"
                 )
-        if self.probe == "previous" and isinstance(self.selector, MobaSelector | XAttentionSelector):
+        if self.probe == "previous" and isinstance(self.selector, MobaSelector | XAttentionSelector | NormSelector):
             raise ValueError(
                 f'probe = "previous" has no effect on selector "{kind}", whose query blocks choose for themselves: '
                 'use probe = "own"'

@@ -15,6 +15,7 @@ from ds_sparse_ring.config import (
     FullSelector,
     LongformerSelector,
     MobaSelector,
+    NormSelector,
     PriceSelector,
     RandomDiagonalsSelector,
     TopPSelector,
@@ -28,6 +29,7 @@ from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select.bigbird import select_bigbird
 from ds_sparse_ring.select.mass import select_by_mass
 from ds_sparse_ring.select.moba import select_moba
+from ds_sparse_ring.select.norm import select_norm
 from ds_sparse_ring.select.price import select_by_price
 from ds_sparse_ring.select.recall import estimated_recall, true_recall
 from ds_sparse_ring.select.static import random_diagonals, window_index
@@ -88,6 +90,8 @@ def _complete_index(
         return select_bigbird(selector, context, patterns, q.device)
     if isinstance(selector, MobaSelector):
         return select_moba(selector, q, k, context, patterns)
+    if isinstance(selector, NormSelector):
+        return select_norm(selector, k, context, patterns)
     if isinstance(selector, XAttentionSelector):
         return select_xattention(selector, q, k, context, patterns, scale)
     raise SparseRingError(f"selector {selector!r} is not implemented")

@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.config import LongformerSelector, RandomDiagonalsSelector, WindowSelector
+from ds_sparse_ring.config import LongformerSelector, RandomDiagonalsSelector, SparseRingConfig, WindowSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.documents import Segment
-from ds_sparse_ring.index import VerticalSlash, in_order, row_of_entries
+from ds_sparse_ring.index import Index, VerticalSlash, in_order, row_of_entries
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select.seeded import drawn, hashed
 
@@ -114,10 +114,26 @@ def _random(selector: RandomDiagonalsSelector, segments: tuple[Segment, ...], pa
     of_rows = counts[:, :2].sum(1).repeat_interleave(patterns)
     ptr = torch.zeros(of_rows.numel() + 1, dtype=torch.int64)
     torch.cumsum(of_rows, 0, out=ptr[1:])
-    sinks = WindowSelector(window_blocks=selector.window_blocks, sink_tokens=selector.sink_tokens)
-    columns = _window_index(sinks, segments, patterns, 1, device)
+    columns = _first_tokens(selector, segments, patterns, device)
     near, far, reach = counts.T.to(device)
     return _Random(ptr.to(device), near, far, reach, columns.column_ptr, columns.column_values, int(ptr[-1]))
+
+
+def of_any_text(index: Index, context: SequenceContext) -> Index:
+    """The index's diagonals, and of its columns only those that are always active: the first tokens of the documents."""
+    if not isinstance(index, VerticalSlash):
+        return index
+    columns = _first_tokens(context.config, index.segments, index.patterns, index.diagonal_ptr.device)
+    rows = index.diagonal_ptr, index.diagonal_values, columns.column_ptr, columns.column_values
+    return VerticalSlash(index.segments, index.patterns, index.heads_per_pattern, *rows)
+
+
+def _first_tokens(
+    values: RandomDiagonalsSelector | SparseRingConfig, segments: tuple[Segment, ...], patterns: int, device: torch.device
+) -> VerticalSlash:
+    """An index whose columns are the first tokens that lie outside the nearest blocks."""
+    window = values.local_blocks if isinstance(values, SparseRingConfig) else values.window_blocks
+    return _window_index(WindowSelector(window_blocks=window, sink_tokens=values.sink_tokens), segments, patterns, 1, device)
 
 
 def _diagonal_counts(selector: RandomDiagonalsSelector, segment: Segment) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,8 +31,9 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "random_diagonals", "density": 0.5, "window_blocks": 1, "sink_tokens": 2},
     {"kind": "moba", "top_k": 2, "block_tokens": 128},
     {"kind": "xattention", "threshold": 0.6, "stride": 8},
+    {"kind": "norm", "columns": 40, "window_blocks": 1, "sink_tokens": 3},
 ]
-STATIC, CHOSEN = KINDS[:4], KINDS[4:]
+STATIC, CHOSEN, NORM = KINDS[:4], KINDS[4:6], KINDS[6]
 LENGTHS = [300, 70, 520]  # 5, 2 and 9 blocks
 
 
@@ -217,6 +219,36 @@ def test_xattention_reads_the_fewest_blocks_that_reach_the_threshold(
     assert 0.05 < density(index).mean() < 0.95
 
 
+@pytest.mark.parametrize(
+    ("columns", "order", "window"), [(40, "largest", 1), (25, "smallest", 2), (1000, "largest", 1), (0, "largest", 3)]
+)
+def test_norms_read_the_keys_of_most_norm_and_first_tokens(columns: int, order: str, window: int) -> None:
+    lengths = [300, 70]
+    selector = {**NORM, "columns": columns, "order": order, "window_blocks": window}
+    _, sequence, context = bound(lengths, selector=selector, segment_tokens=128, heads_per_pattern=2)
+    q, k, _ = global_qkv(sequence, 8, 2, 8)
+    k[:, 10] = k[:, 9]  # equal norms: the earlier token
+    index = _select(q, k, context)
+    assert isinstance(index, VerticalSlash)
+    norms, sign = k.norm(dim=2), -1 if order == "largest" else 1
+    for s, segment in enumerate(sequence.segments):
+        begin = segment.document_begin * 64
+        readable = range(begin, max(begin, min(segment.valid_end, (segment.end - window) * 64)))
+        for pattern in range(4):
+            free = sorted((sign * float(norms[pattern // 2, j]), j) for j in readable[3:])
+            assert index.columns(s, pattern).tolist() == sorted([*readable[:3], *(j for _, j in free[:columns])])
+            reach = 1 if segment.is_padding else segment.end - segment.document_begin
+            assert index.diagonals(s, pattern).tolist() == list(range(min(window, reach)))
+
+
+def test_norms_that_are_not_finite_are_refused() -> None:
+    _, sequence, context = bound([300], selector=NORM)
+    q, k, _ = global_qkv(sequence, 2, 1, 8)
+    k[0, 77, 3] = float("inf")
+    with pytest.raises(SparseRingError, match="NaN or infinite"):
+        _select(q, k, context)
+
+
 def test_equal_scores_go_to_the_earliest_block() -> None:
     for selector, row in (({**KINDS[4], "block_tokens": 64}, [0, 7]), ({**KINDS[5], "threshold": 0.5}, [0, 1, 2, 3, 7])):
         _, sequence, context = bound([512], selector=selector)
@@ -266,6 +298,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"selector": {"kind": "moba", "block_tokens": 100}}, "block_tokens = 100 is not a multiple of 64: use 64 or 128"),
     ({"selector": {"kind": "xattention", "stride": 3}}, "selector.stride = 3.*1, 2, 4, 8, 16, 32 or 64"),
     ({"selector": {"kind": "xattention", "threshold": 90}}, "selector.threshold = 90"),
+    ({"selector": {"kind": "norm", "columns": -1}}, "selector.columns = -1"),
+    ({"selector": {"kind": "norm"}, "probe": "previous"}, 'probe = "previous" has no effect on selector "norm"'),
     ({"selector": {"kind": "window"}, "local_blocks": 4}, 'local_blocks = 4 has no effect on selector "window".*window_blocks'),
     ({"selector": {"kind": "moba"}, "sink_tokens": 0}, 'sink_tokens = 0 has no effect on selector "moba".*leave it out'),
     ({"selector": {"kind": "xattention"}, "probe": "previous"}, 'probe = "previous" has no effect.*use probe = "own"'),
@@ -324,25 +358,26 @@ class TestBaselinesOnRings(DistributedTest):
     world_size = [2, 4]
 
     def test_outputs_and_gradients_equal_dense_masked_attention(self) -> None:
-        lists = [KINDS[2], *CHOSEN]
-        plans: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [({"ulysses_degree": 2}, lists)]
+        plans: list[tuple[dict[str, Any], list[dict[str, Any]]]]
+        plans = [({"ulysses_degree": 2}, [KINDS[2], *CHOSEN])]
         if dist.get_world_size() == 2:
-            plans += [({}, KINDS), ({"layout": "zigzag"}, lists), ({"layout": "contiguous"}, lists)]
+            plans = [({}, KINDS), ({"layout": "zigzag"}, KINDS[2:3]), ({"layout": "contiguous"}, CHOSEN[:1])]
+            _check_against_dense([200, 90], 4, 1, selector=CHOSEN[0], heads_per_pattern=2)
+            _check_against_dense([200], 4, 1, selector={"kind": "moba", "top_k": 1, "block_tokens": 64})
         for plan, selectors in plans:
             for selector in selectors:
-                _check_against_dense([200, 90], 4, 2, segment_tokens=128, selector=selector, **plan)
-        _check_against_dense([200, 90], 4, 1, selector=CHOSEN[0], heads_per_pattern=2)
-        _check_against_dense([300], 4, 1, selector={"kind": "moba", "top_k": 1, "block_tokens": 64})
+                _check_against_dense([150, 70], 4, 2, segment_tokens=128, selector=selector, **plan)
 
     def test_every_rank_holds_the_index_of_one_process(self) -> None:
         for layout in ("striped", "zigzag", "contiguous"):
+            _, sequence, of_ring = bound(LENGTHS, layout=layout)
+            _, alone, of_one = bound(LENGTHS, layout=layout, degree=1)
+            assert sequence.segments == alone.segments
+            q, k, _ = global_qkv(sequence, 4, 2, 8, dtype=torch.float32)
             for selector in KINDS:
-                _, sequence, context = bound(LENGTHS, layout=layout, selector=selector)
-                _, alone, single = bound(LENGTHS, layout=layout, selector=selector, degree=1)
-                assert sequence.segments == alone.segments
-                q, k, _ = global_qkv(sequence, 4, 2, 8, dtype=torch.float32)
-                whole = _select(q, k, single)
-                mine = _select(_shard(q, sequence)[0], _shard(k, sequence)[0], context)
+                chosen = SparseRingConfig(selector=selector).selector
+                whole = _select(q, k, replace(of_one, selector=chosen))
+                mine = _select(_shard(q, sequence)[0], _shard(k, sequence)[0], replace(of_ring, selector=chosen))
                 for name in ("diagonal_ptr", "diagonal_values", "column_ptr", "column_values", "block_ptr", "block_values"):
                     assert hasattr(mine, name) == hasattr(whole, name)
                     assert not hasattr(mine, name) or torch.equal(getattr(mine, name), getattr(whole, name)), (layout, selector)
