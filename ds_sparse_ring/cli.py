@@ -53,6 +53,7 @@ for _name, _summary in {
     "cpu": "The CPU kernels beside PyTorch's dense attention.",
     "kernel": "Sparse attention of one layer on a GPU beside dense attention and other libraries.",
     "index": "What it takes to choose an index.",
+    "layer": "A decoder layer by the tokens that pass through it at once: time and memory.",
 }.items():
     if importlib.util.find_spec(f"ds_sparse_ring.bench.{_name}") is not None:
         _add_benchmark(_name, _summary)

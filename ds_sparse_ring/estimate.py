@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_sparse_ring.config import FullSelector, SparseRingConfig
+from ds_sparse_ring.config import FixedSelector, FullSelector, SparseRingConfig
 from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.memory import Memory, memory_of, plan_report, ring_layout, rows_of
@@ -81,7 +81,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         schedule,
         forward,
         backward,
-        index_ms=0.0 if full else hardware.index_share * (forward.compute + backward.compute),
+        index_ms=_index_share(job) * (forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
         columns_ms=_columns_ms(job, rows_of(job, heads, kv_heads), shard, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / hardware.rest / 1e9,
@@ -89,6 +89,14 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         memory=memory,
         report=report,
     )
+
+
+def _index_share(job: Job) -> float:
+    """Time for choosing the index over that of attention."""
+    selector = job.config.selector
+    if isinstance(selector, FullSelector):
+        return 0.0
+    return job.hardware.fixed_index_share if isinstance(selector, FixedSelector) else job.hardware.index_share
 
 
 def _exchange_ms(job: Job, ulysses: int, local: int) -> float:

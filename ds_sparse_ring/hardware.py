@@ -42,7 +42,9 @@ class Hardware(BaseModel):
     host_gb_s: float = 50
     """From pinned host memory to one GPU."""
     index_share: float
-    """Time for choosing the index over that of the sparse attention of one layer, both passes."""
+    """Time for choosing the index over that of the sparse attention of one layer, both passes; by thresholds (price, top_p)."""
+    fixed_index_share: float
+    """Likewise by the fixed selector, which ranks the sums of every head and segment."""
 
 
 _A100: dict[str, Any] = {
@@ -58,6 +60,7 @@ _A100: dict[str, Any] = {
     "latency_ms": 0.08,
     "host_gb_s": 25,
     "index_share": 0.05,
+    "fixed_index_share": 0.1,
 }
 _H200: dict[str, Any] = {
     "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
@@ -72,6 +75,7 @@ _H200: dict[str, Any] = {
     "latency_ms": 0.08,
     "host_gb_s": 55,
     "index_share": 0.04,
+    "fixed_index_share": 0.09,
 }
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",
@@ -86,6 +90,7 @@ _CPU: dict[str, Any] = {
     "latency_ms": 0.2,
     "host_gb_s": 10,
     "index_share": 1.0,
+    "fixed_index_share": 1.0,
 }
 _PROFILES = [
     Hardware(name="h200", memory_gib=139, host_gib=238, **_H200),

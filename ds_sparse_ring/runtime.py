@@ -50,7 +50,7 @@ class SparseRing:
         self.config = config
         self.axes = Axes.create(config)
         self.schedule = Schedule(config, self.axes)
-        self.kernel = get_kernel(config.backend)
+        self.kernel = get_kernel(config.backend, spare_multiprocessors=config.spare_multiprocessors)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
         ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
         offload = config.offload

@@ -32,6 +32,7 @@ from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
+from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
@@ -67,6 +68,7 @@ class PretrainArguments:
     bf16: bool = field(default=False, metadata={"help": "Train in bfloat16 with fp32 master weights."})
     loss_tile_tokens: int = field(default=0, metadata={"help": "Tokens of logits that exist at once; 0: all of them."})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "Recompute layers, but not attention."})
+    liger_kernel: bool = field(default=False, metadata={"help": "Liger's fused norms, rotary embedding and gates; on a GPU."})
     evaluation_sequences: int = field(default=0, metadata={"help": "Rows held out for evaluation."})
     evaluation_steps: int = field(default=0, metadata={"help": "Steps between evaluations; 0: at the end only."})
     save_steps: int = field(default=0, metadata={"help": "Steps between checkpoints; 0: at the end only."})
@@ -122,6 +124,8 @@ class Pretraining:
         )
         in_force = HfDeepSpeedConfig(config)  # as long as it lives: ZeRO-3 then partitions the model while it is made
         model = build_model(model_config, args.model, dtype=torch.bfloat16 if args.bf16 else torch.float32)
+        if args.liger_kernel:
+            use_liger_kernels(model)
         if args.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         if args.loss_tile_tokens:

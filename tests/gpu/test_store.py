@@ -83,7 +83,7 @@ def test_the_host_never_waits(store: Store) -> None:
     torch.cuda.set_sync_debug_mode("error")
     torch.cuda._sleep(100 * LONG)
     begin = time.perf_counter()
-    for key in range(40):
+    for key in range(15):  # beyond about a thousand operations in a queue the driver makes the host wait
         layer(key)
     took_s, busy = time.perf_counter() - begin, not torch.cuda.current_stream().query()
     torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,100 @@
+// The warp that walks the index and copies: queries, keys and values of one tile after the other, as far ahead as stages are
+// free.
+#pragma once
+
+#include "active_blocks.cuh"
+#include "ring.cuh"
+#include "tile_scheduler.cuh"
+
+namespace ds_sparse_ring {
+
+template <int kHeadSize>
+struct Producer {
+  using Stages = Ring<kHeadSize>;
+
+  const ForwardArguments& a;
+  const Stages& ring;
+  Place<Stages::stage_count> place;
+  bool leader;  // one lane writes notes and starts copies
+
+  __device__ __forceinline__ Producer(const ForwardArguments& arguments, const Stages& r)
+      : a(arguments), ring(r), leader(threadIdx.x % 32 == 0) {}
+
+  // waits for a free stage; its address in shared memory
+  __device__ __forceinline__ uint32_t acquire() {
+    barrier_wait(ring.empty + 8 * place.stage, place.phase ^ 1, place.stage);
+    return ring.stages + place.stage * Stages::stage_bytes;
+  }
+
+  __device__ __forceinline__ uint32_t barrier() const { return ring.full + 8 * place.stage; }
+
+  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, int row, int head) const {
+#pragma unroll
+    for (int box = 0; box < kHeadSize / 64; ++box) copy_box(into + box * kBoxBytes, map, barrier(), 64 * box, row, head);
+  }
+
+  __device__ __forceinline__ void push_queries(int number, const Tile& tile) {
+    const uint32_t stage = acquire();
+    if (leader) {
+      ring.notes[place.stage].flags = kQueries;
+      ring.notes[place.stage].tile = number;
+      barrier_arrive_expect(barrier(), Stages::stage_bytes);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h)  // what lies behind the last query reads as 0
+        copy_tile(stage + h * Stages::tile_bytes, &a.q, tile.half[h].block * kBlock, tile.half[h].head);
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ void push_end() {
+    acquire();
+    if (leader) {
+      ring.notes[place.stage].flags = kEnd;
+      barrier_arrive(barrier());
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ void push_keys(const CUtensorMap* k, const CUtensorMap* v, int row, int head, uint32_t flags,
+                                            const uint32_t (*mask)[2]) {
+    const uint32_t stage = acquire();
+    if (leader) {
+      Note& note = ring.notes[place.stage];
+      note.flags = flags;
+      if (mask) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
+      }
+      barrier_arrive_expect(barrier(), Stages::stage_bytes);
+      copy_tile(stage, k, row, head);
+      copy_tile(stage + Stages::tile_bytes, v, row, head);
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ int next_tile() const {
+    int number = 0;
+    if (leader) number = atomicAdd(a.problem.next_tile, 1);
+    return __shfl_sync(kAllLanes, number, 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    const ForwardProblem& p = a.problem;
+    const TileScheduler scheduler(p);
+    for (int number = next_tile(); number < scheduler.tiles;) {
+      const Tile tile = scheduler.tile_of(number);
+      push_queries(number, tile);
+      number = next_tile();
+      const HalfReads half[kHalves] = {reads_of(p, tile.half[0]), reads_of(p, tile.half[1])};
+      for_each_block(p, half,
+                     [&](int key, uint32_t flags) { push_keys(&a.k, &a.v, key * kBlock, tile.kv_head, flags, nullptr); });
+      if (p.tables.column_ptr)
+        for_each_column_tile(p, half, [&](int64_t row, uint32_t flags, const uint32_t (&mask)[kHalves][2]) {
+          push_keys(&a.column_k, &a.column_v, static_cast<int>(row), 0, flags, mask);
+        });
+    }
+    push_end();
+  }
+};
+
+}  // namespace ds_sparse_ring
