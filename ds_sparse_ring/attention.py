@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.columns import ColumnGather, ColumnReturn
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
+from ds_sparse_ring.config import FullSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, column_density, density, span_pairs
@@ -34,6 +35,8 @@ from ds_sparse_ring.pages import KV, DeviceKV, HostKV, kept_pages
 from ds_sparse_ring.plan import Hop, Page, RingPlan, Transfer
 from ds_sparse_ring.ring_pass import RingPass
 from ds_sparse_ring.select import estimated_recall, select_index, true_recall
+from ds_sparse_ring.select.explore import explore
+from ds_sparse_ring.select.static import of_any_text
 from ds_sparse_ring.slots import Slot, current_slot
 from ds_sparse_ring.spill import Spilled
 from ds_sparse_ring.ulysses import to_heads, to_tokens
@@ -188,10 +191,27 @@ def _keep(o: Tensor, lse: Tensor, context: SequenceContext, layer: int) -> list[
 
 def _select(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
     with context.meter.timed("index"):
-        index = select_index(q, k, context, scale=scale)
+        index = _choose(q, k, context, layer, scale)
     if context.meter.active:
         with context.meter.timed("report"):
             _report(q, k, index, context, layer, scale)
+    return index
+
+
+def _choose(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: float) -> Index:
+    """What the layer has kept for this step, or what it chooses now; with what it explores."""
+    step = context.step
+    if step is None or isinstance(context.selector, FullSelector):
+        return select_index(q, k, context, scale=scale)
+    index = kept = step.kept(layer, context.segments, q.shape[0] // context.config.heads_per_pattern)
+    if index is None:
+        index = select_index(q, k, context, scale=scale)
+        if step.reuse is not None:
+            step.reuse.keep(layer, index if step.keeps_columns else of_any_text(index, context))
+    if step.controller is not None:
+        step.controller.record(layer, index, chosen=kept is None)
+    if step.explore and isinstance(index, VerticalSlash):
+        index = explore(index, context, step.explore, step.number)
     return index
 
 

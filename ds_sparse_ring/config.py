@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, section_of
+from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 
@@ -89,6 +90,120 @@ class FullSelector(_Strict):
     kind: Literal["full"] = "full"
 
 
+class CompleteSelector(_Strict):
+    """Of the selectors that say all that is active: no local blocks and no first tokens are added to what they name."""
+
+
+class WindowSelector(CompleteSelector):
+    """The nearest blocks and the first tokens of a document (StreamingLLM, arXiv 2309.17453)."""
+
+    kind: Literal["window"] = "window"
+
+    window_blocks: int = Field(default=32, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read; tokens."""
+
+
+class LongformerSelector(CompleteSelector):
+    """The nearest blocks, and tokens that all later ones read (Longformer, arXiv 2004.05150, causal: global tokens are keys)."""
+
+    kind: Literal["longformer"] = "longformer"
+
+    window_blocks: int = Field(default=8, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    global_tokens: int = Field(default=64, ge=0)
+    """First tokens of each document that are global; tokens."""
+
+    global_every: int | None = Field(default=512, ge=1)
+    """One more global token after every so many tokens of a document; tokens; null is none."""
+
+
+class BigBirdSelector(CompleteSelector):
+    """The nearest blocks, the first ones and random ones between them (BigBird, arXiv 2007.14062, causal)."""
+
+    kind: Literal["bigbird"] = "bigbird"
+
+    window_blocks: int = Field(default=3, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_blocks: int = Field(default=1, ge=0)
+    """First blocks of 64 tokens of each document that all its later blocks read."""
+
+    random_blocks: int = Field(default=3, ge=0)
+    """Random blocks of 64 tokens per query block, others for each pattern head and layer, the same in all steps."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the random blocks; 0 to 2**32 - 1."""
+
+
+class RandomDiagonalsSelector(CompleteSelector):
+    """The nearest block diagonals and random ones: what choosing by attention mass must beat."""
+
+    kind: Literal["random_diagonals"] = "random_diagonals"
+
+    density: float = Field(default=0.05, gt=0, le=1)
+    """Share of each segment's causal pairs that the diagonals hold, the nearest ones included; above 0, at most 1."""
+
+    window_blocks: int = Field(default=2, ge=1)
+    """Nearest diagonals of 64-token blocks, kept even if they exceed the density."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read, beside the density; tokens."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Of the random diagonals, others for each segment, pattern head and layer, the same in all steps; 0 to 2**32 - 1."""
+
+
+class MobaSelector(CompleteSelector):
+    """Key blocks whose mean key fits best to the mean query of 64 tokens (MoBA, arXiv 2502.13189)."""
+
+    kind: Literal["moba"] = "moba"
+
+    top_k: int = Field(default=12, ge=1)
+    """Key blocks of block_tokens that a query block reads, the one that it lies in included."""
+
+    block_tokens: int = Field(default=512, ge=BLOCK_TOKENS)
+    """Tokens of a key block, counted from the document's first; a multiple of 64."""
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> MobaSelector:
+        _check_multiple("block_tokens", self.block_tokens)
+        return self
+
+
+class XAttentionSelector(CompleteSelector):
+    """The fewest key blocks of 64 tokens that hold a share of the mass by antidiagonal scores (after arXiv 2503.16428)."""
+
+    kind: Literal["xattention"] = "xattention"
+
+    threshold: float = Field(default=0.9, gt=0, le=1)
+    """Share of a query block's estimated mass that its key blocks must reach; above 0, at most 1."""
+
+    stride: Literal[1, 2, 4, 8, 16, 32, 64] = 16
+    """Every so many antidiagonals of a block are scored; tokens. The ring gathers stride sums of keys per block of 64."""
+
+
+class NormSelector(CompleteSelector):
+    """Columns by the norm of their keys alone, the nearest blocks and the first tokens: activation-norm top-k."""
+
+    kind: Literal["norm"] = "norm"
+
+    columns: int = Field(default=1024, ge=0)
+    """Columns per pattern head and segment; tokens."""
+
+    order: Literal["largest", "smallest"] = "largest"
+    """Which norms are taken; "smallest" after arXiv 2406.11430, by which keys of small norm draw attention."""
+
+    window_blocks: int = Field(default=2, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read, beside the columns; tokens."""
+
+
 class OffloadConfig(_Strict):
     """Memory that a rank may use for what checkpointed layers keep, most of it outside the device; 1 GiB is 2**30 bytes."""
 
@@ -124,7 +239,54 @@ class OffloadConfig(_Strict):
         return self
 
 
-Selector = Annotated[PriceSelector | TopPSelector | FixedSelector | FullSelector, Field(discriminator="kind")]
+Selector = Annotated[
+    PriceSelector
+    | TopPSelector
+    | FixedSelector
+    | FullSelector
+    | WindowSelector
+    | LongformerSelector
+    | BigBirdSelector
+    | RandomDiagonalsSelector
+    | MobaSelector
+    | XAttentionSelector
+    | NormSelector,
+    Field(discriminator="kind"),
+]
+
+
+class ScheduleConfig(_Strict):
+    """How sparse attention is in the course of training. Steps are optimizer steps."""
+
+    curriculum_steps: int = Field(default=0, ge=0)
+    """Steps after the dense warm-up in which the budget moves from its start to what is configured; 0 is none."""
+
+    start_selector: Selector | None = None
+    """Selector at the start of the curriculum, of the configured kind: numbers that differ move step by step."""
+
+    start_density: float | None = Field(default=None, gt=0, le=1)
+    """Density at the start of the curriculum, where target_density is held; above 0, at most 1."""
+
+    target_density: float | None = Field(default=None, gt=0, le=1)
+    """Density to hold by moving the price: mean over patterns and layers that choose; null leaves the price alone."""
+
+    min_layer_density: float | None = Field(default=None, gt=0, le=1)
+    """Density below which no layer shall stay: such a layer gets a lower price of its own; null is none."""
+
+    gain: float = Field(default=0.25, gt=0, le=1)
+    """Share of a density's relative error by which prices change per step; lower is slower and calmer."""
+
+    refresh_steps: int = Field(default=1, ge=1)
+    """Every so many steps layers choose, and keep that until the next time; 1 is in every step."""
+
+    reuse: Literal["diagonals", "index"] = "diagonals"
+    """What is kept between: the diagonals (columns belong to a text), or the whole index, columns at their places."""
+
+    explore_diagonals: int = Field(default=0, ge=0)
+    """Random block diagonals beside the chosen ones, per pattern head and segment, others in each step; 0 is none."""
+
+    explore_steps: int = Field(default=1, ge=1)
+    """Every so many steps they are read; 1 is in every step."""
 
 
 class SparseRingConfig(_Strict):
@@ -159,7 +321,7 @@ class SparseRingConfig(_Strict):
     """Multiprocessors that the "cuda" kernels leave to transfers: a launch holds all others until it ends."""
 
     selector: Selector = Field(default_factory=PriceSelector)
-    """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""
+    """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""
 
     segment_tokens: int | None = Field(default=16384, ge=BLOCK_TOKENS)
     """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining)."""
@@ -181,6 +343,12 @@ class SparseRingConfig(_Strict):
 
     dense_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start of training that use the full index."""
+
+    dense_layers: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
+    """Layers that always use the full index: numbers (-1: the last), ranges ("0-3", "28-"), names of modules ("*.layers.7")."""
+
+    schedule: ScheduleConfig | None = None
+    """How sparse attention is in the course of training; null: the same in all steps after the dense warm-up."""
 
     eval_full_index: bool = False
     """Evaluate with the full index instead of the selected one."""
@@ -224,12 +392,33 @@ class SparseRingConfig(_Strict):
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
                 'set segment_tokens (e.g. 16384) or probe = "own"'
             )
+        self._check_complete_selector()
+        if self.schedule is not None:
+            check_schedule(self.schedule, self.selector)
         return self
 
     @property
     def page_tokens(self) -> int | None:
         """Tokens of a page of keys and values that wait outside the device; None: they stay on it."""
         return None if self.offload is None else self.offload.kv_page_tokens
+
+    def _check_complete_selector(self) -> None:
+        """What a selector that says all cannot take into account must not be set (a default may stand there)."""
+        if not isinstance(self.selector, CompleteSelector):
+            return
+        kind, fields = self.selector.kind, type(self).model_fields
+        for key in ("local_blocks", "sink_tokens"):
+            if getattr(self, key) != fields[key].default:
+                own = [name for name in type(self.selector).model_fields if name != "kind"]
+                raise ValueError(
+                    f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
+                    f"leave it out, and set the selector's own {', '.join(own)}"
+                )
+        if self.probe == "previous" and isinstance(self.selector, MobaSelector | XAttentionSelector | NormSelector):
+            raise ValueError(
+                f'probe = "previous" has no effect on selector "{kind}", whose query blocks choose for themselves: '
+                'use probe = "own"'
+            )
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:

@@ -78,9 +78,9 @@ def _describe(problem: Any, model: type[BaseModel], section: str) -> str:
     if kind == "extra_forbidden":
         return f"{path} is unknown: {_nearest(keys[-1], owner, model, section)}"
     if kind == "union_tag_not_found":
-        return f'{path} = {_shown(problem["input"])} needs a "kind": one of {_kind_names(model, keys[0])}'
+        return f'{path} = {_shown(problem["input"])} needs a "kind": one of {_kind_names(owner, keys[-1])}'
     if kind == "union_tag_invalid":
-        return f"{path}.kind = {_shown(context['tag'])} is unknown: use one of {_kind_names(model, keys[0])}"
+        return f"{path}.kind = {_shown(context['tag'])} is unknown: use one of {_kind_names(owner, keys[-1])}"
     if kind == "missing":
         return f"{path} is missing ({_sentence(owner.model_fields[keys[-1]].description or '')})"
     if kind == "value_error":  # raised by our own cross-field checks, whose text starts with the key
@@ -99,23 +99,32 @@ def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[li
         return [str(part) for part in location], model
     field, tag, *rest = (str(part) for part in location)
     if (part := _part(model, field)) is not None:
-        return [field, tag, *rest], part
+        keys, owner = _locate((tag, *rest), part)
+        return [field, *keys], owner
     owner = dict(_kinds(model, field)).get(tag, model)
     return [field, *rest], owner
 
 
 def _part(model: type[BaseModel], field: str) -> type[BaseModel] | None:
     """The one model that a field holds, if it is no union of kinds."""
-    for member in getattr(model.model_fields[field].annotation, "__args__", ()):
+    for member in _members(model.model_fields[field].annotation):
         if isinstance(member, type) and issubclass(member, BaseModel) and "kind" not in member.model_fields:
             return member
     return None
 
 
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types of a union, also of one inside another."""
+    members = getattr(annotation, "__args__", ())
+    if not members:
+        yield annotation
+    for member in members:
+        yield from _members(member)
+
+
 def _kinds(model: type[BaseModel], field: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """The members of the union that a field holds, by their kind."""
-    annotation = model.model_fields[field].annotation
-    for member in getattr(annotation, "__args__", ()):
+    for member in _members(model.model_fields[field].annotation):
         if isinstance(member, type) and issubclass(member, BaseModel) and "kind" in member.model_fields:
             yield str(member.model_fields["kind"].default), member
 

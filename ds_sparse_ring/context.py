@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from ds_sparse_ring.kernels import Kernel
 from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.plan import RingPlan, ring_plan
+from ds_sparse_ring.schedule import Step
 from ds_sparse_ring.spill import Graph
 
 
@@ -29,6 +30,8 @@ class SequenceContext:
         spill: where the checkpointed layers of this pass keep what they need again; None: on the device.
         heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
             rank's share of the heads, for all tokens of the group in the order of its ranks.
+        layer: the layer that attends; random patterns differ between layers.
+        step: what the schedule says about this step; None: every layer chooses by the selector.
     """
 
     layout: Layout
@@ -40,6 +43,12 @@ class SequenceContext:
     meter: Meter
     spill: Graph | None = None
     heads_exchanged: bool = False
+    layer: int = 0
+    step: Step | None = None
+
+    def at_layer(self, layer: int) -> SequenceContext:
+        """The same sequence for one of the model's layers."""
+        return replace(self, layer=layer, selector=self.selector if self.step is None else self.step.selector_of(layer))
 
     @property
     def rank(self) -> int:

@@ -279,6 +279,15 @@ class VerticalSlash(_Derived):
         single[row_of_entries(self.column_ptr[rows], tokens), tokens] = True
         return whole, single
 
+    def with_diagonals(self, pairs: Tensor) -> VerticalSlash:
+        """The index and more diagonals: ``[m, 2]`` int64 pairs as in `from_keys`. The host waits for how many are new."""
+        rows = row_of_entries(self.diagonal_ptr, self.diagonal_values)
+        merged = torch.cat([torch.stack([rows, self.diagonal_values], 1), pairs])
+        diagonals = _compressed_rows(merged, self.diagonal_ptr.numel() - 1)
+        return VerticalSlash(
+            self.segments, self.patterns, self.heads_per_pattern, *diagonals, self.column_ptr, self.column_values
+        )
+
     def equal(self, other: VerticalSlash) -> bool:
         """True if both select the same entries, bit for bit."""
         return self.segments == other.segments and all(
@@ -300,6 +309,11 @@ def row_of_entries(ptr: Tensor, values: Tensor) -> Tensor:
     """Row of each entry of compressed rows, counted from the first one of ``ptr``."""
     rows = torch.arange(ptr.numel() - 1, device=ptr.device)
     return torch.repeat_interleave(rows, ptr.diff(), output_size=values.numel())
+
+
+def in_order(row: Tensor, values: Tensor) -> Tensor:
+    """Entries of compressed rows, ascending within each; ``row``: the row of each entry, ascending."""
+    return ((row << VALUE_BITS) | values).sort().values & ((1 << VALUE_BITS) - 1)
 
 
 def segment_of_blocks(segments: tuple[Segment, ...], blocks: Tensor) -> Tensor:
@@ -444,4 +458,10 @@ def column_density(index: Index) -> Tensor:
 
 
 def _share(pairs: Tensor, index: Index) -> Tensor:
-    return pairs.double() / int(causal_cost(index.segments, torch.arange(index.segments[-1].end)).sum())
+    return pairs.double() / _causal_pairs(index.segments)
+
+
+@lru_cache(maxsize=16)
+def _causal_pairs(segments: tuple[Segment, ...]) -> int:
+    """(query, key) pairs of dense causal attention inside all documents."""
+    return int(causal_cost(segments, torch.arange(segments[-1].end)).sum())

@@ -42,10 +42,15 @@ class _LayerSums:
 
 
 class Meter:
-    """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective)."""
+    """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective).
+
+    Attributes:
+        notes: numbers that hold for the whole of a step, which the next report repeats.
+    """
 
     def __init__(self, axes: Axes) -> None:
         self.active = False
+        self.notes: dict[str, float] = {}
         self._axes = axes
         self._layers: dict[int, _LayerSums] = {}
         self._stopwatch: Stopwatch[str | HopPart] = Stopwatch()
@@ -101,7 +106,7 @@ class Meter:
             layers, patterns and sequences. ``pair_imbalance``: active pairs of the busiest rank over the mean rank of its ring,
             the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over the mean one, mean over layers.
             ``per_layer``: a dict per layer with ``layer``, the first three, ``head_density``, ``head_recall`` and, if measured,
-            ``true_recall``.
+            ``true_recall``. ``price``: the one price, of a selection by price.
 
             Of this rank, seconds: ``index_s`` for choosing the index, ``attention_s`` for attention (communication included),
             ``report_s`` for these metrics themselves, ``copy_wait_s`` standing still for tensors that were offloaded. Of all
@@ -119,6 +124,7 @@ class Meter:
             "head_imbalance": _mean([_imbalance(entry["head_density"]) for entry in per_layer]),
             **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report", "copy_wait")},
             **self._times(seconds, counts),
+            **self.notes,
             "per_layer": per_layer,
         }
 

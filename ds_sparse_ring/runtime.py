@@ -17,13 +17,14 @@ from torch import Tensor
 
 from ds_sparse_ring.batch import IGNORE, Sequence, shard_batch
 from ds_sparse_ring.comm import Axes
-from ds_sparse_ring.config import FullSelector, SparseRingConfig
+from ds_sparse_ring.config import PriceSelector, SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import get_kernel
 from ds_sparse_ring.ladder import KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import LayoutKind
 from ds_sparse_ring.meter import Meter
+from ds_sparse_ring.schedule import Schedule
 from ds_sparse_ring.spill import Graph, Spill
 
 
@@ -32,7 +33,8 @@ class SparseRing:
 
     Attributes:
         config: the ``"sparse_ring"`` section. axes: process groups and this rank's place.
-        step: optimizer steps done; the training loop sets it, dense warm-up ends by it.
+        step: optimizer steps done; the training loop sets it, on all ranks the same. The schedule goes by it.
+        schedule: what layers choose by in a step; the section's ``"schedule"``, ``"dense_layers"`` and warm-up.
         spill: where checkpointed layers keep what they need again, with an ``"offload"`` section.
         evaluating: True during evaluation; ``eval_full_index`` acts on it.
         sequence: the ``sparse_ring`` entry of the micro-batch that is worked on, forward and backward. The training loop sets it
@@ -47,6 +49,7 @@ class SparseRing:
         """
         self.config = config
         self.axes = Axes.create(config)
+        self.schedule = Schedule(config, self.axes)
         self.kernel = get_kernel(config.backend, spare_multiprocessors=config.spare_multiprocessors)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
         ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
@@ -124,17 +127,28 @@ class SparseRing:
                 f"batch: it was sharded as (layout, ranks, Ulysses group, rank) = {sharded}, this ring is "
                 f"{expected}: shard it with the collator of the ring that the model is attached to"
             )
+        step = self.schedule.evaluation(self.step) if self.evaluating else self.schedule.training(self.step)
+        self.meter.notes = {"price": step.selector.price} if isinstance(step.selector, PriceSelector) else {}
         return SequenceContext(
             layout=layout.over_groups(),
             segments=sequence.segments,
             axes=self.axes,
             config=self.config,
-            selector=self._selector(),
+            selector=step.selector,
             kernel=self.kernel,
             meter=self.meter,
             spill=self._kept_by(sequence, layers),
             heads_exchanged=heads_exchanged,
+            step=step,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the ring, as JSON takes it: prices that have moved. Collective, between two steps."""
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint has kept, on every rank."""
+        self.schedule.load_state_dict(state)
 
     def ladder(self, sequence: Sequence, layers: KeptBytes) -> Ladder | None:
         """Where layers keep what a sequence's backward pass needs; None without an ``"offload"`` section.
@@ -160,12 +174,6 @@ class SparseRing:
         if self._graph is None or self._graph[0] is not sequence:
             self._graph = sequence, self.spill.graph()
         return self._graph[1]
-
-    def _selector(self) -> Any:
-        warming_up = not self.evaluating and self.step < self.config.dense_warmup_steps
-        if warming_up or (self.evaluating and self.config.eval_full_index):
-            return FullSelector()
-        return self.config.selector
 
 
 @dataclass(frozen=True)

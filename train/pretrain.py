@@ -328,8 +328,9 @@ class Pretraining:
         return Path(self.args.output) / "checkpoints"
 
     def save(self, step: int) -> None:
-        """Engine, step (from which the data position follows) and random state of every rank."""
-        self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{step}", client_state={"step": step})
+        """Engine, step (from which the data position follows), moved prices and random state of every rank."""
+        client_state = {"step": step, "sparse_ring": self.ring.state_dict()}
+        self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{step}", client_state=client_state)
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         states["device"] = get_accelerator().get_rng_state()
         torch.save(states, self._random_state_file(step))
@@ -343,6 +344,7 @@ class Pretraining:
         if path is None:
             raise SparseRingError(f"{self.checkpoints} holds no checkpoint that DeepSpeed can load")
         step = int(client_state["step"])
+        self.ring.load_state_dict(client_state.get("sparse_ring", {}))
         states = torch.load(self._random_state_file(step), weights_only=False)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])

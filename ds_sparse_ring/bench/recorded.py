@@ -79,12 +79,14 @@ def record_index(q: Tensor, k: Tensor, config: SparseRingConfig, source: str) ->
         source: model, layer and text, for the table.
 
     Raises:
-        SparseRingError: the selector is "full".
+        SparseRingError: the selector is "full" or names blocks one by one.
     """
     ring = SparseRing(config)
     ids = torch.zeros(1, q.shape[1], dtype=torch.int64)
     context = ring.bind(ring.sequence_batch({"input_ids": ids})["sparse_ring"])
     index = select_index(q, k, context, scale=q.shape[-1] ** -0.5)
     if not isinstance(index, VerticalSlash):
-        raise SparseRingError('selector: "full" keeps everything; record with kind "price", "top_p" or "fixed"')
+        raise SparseRingError(
+            'selector: "full" keeps everything, others list blocks; record with kind "price", "top_p" or "fixed"'
+        )
     return RecordedIndex(index, k.shape[0], q.shape[-1], source)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from ds_sparse_ring.config import CompleteSelector
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.kernels import GPU_BACKENDS
@@ -190,15 +191,13 @@ class Setup:
         sequences = self.micro_batch * self.accumulation * axes.data_size
         segment = "one per document" if config.segment_tokens is None else f"{config.segment_tokens} tokens"
         full_index = f"full index for the first {config.dense_warmup_steps} steps" if config.dense_warmup_steps else ""
+        dense_layers = f"in layers {', '.join(map(str, config.dense_layers))} always" if config.dense_layers else ""
         return [
             ("ranks", f"{axes.world_size} = data axis {axes.data_size} x sequence axis {axes.sequence_size}; {ring_ranks}"),
             ("layout", f"{config.layout}, blocks of 64 tokens"),
-            ("selector", ", ".join(filter(None, (describe_selector(config.selector), full_index)))),
-            ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
-            (
-                "always active",
-                f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document",
-            ),
+            ("selector", ", ".join(filter(None, (describe_selector(config.selector), full_index, dense_layers)))),
+            *self._schedule_rows(),
+            *self._probe_rows(segment),
             ("attention backend", self.backend()),
             ("ZeRO stage", str(self.zero_stage)),
             ("gradient checkpointing", self.checkpointing()),
@@ -213,6 +212,35 @@ class Setup:
                 f"{self.micro_batch * self.accumulation * axes.world_size}"
                 + ("" if one else f": it counts every rank, so each sequence {axes.sequence_size} times"),
             ),
+        ]
+
+    def _schedule_rows(self) -> list[tuple[str, str]]:
+        """What changes in the course of training."""
+        schedule = self.ring.config.schedule
+        if schedule is None:
+            return []
+        start = None if schedule.start_selector is None else describe_selector(schedule.start_selector)
+        if schedule.start_density is not None:
+            start = f"density {schedule.start_density:g}"
+        reused = "index" if schedule.reuse == "index" else "diagonals and first tokens"
+        every = f"in every {schedule.explore_steps}. step" if schedule.explore_steps > 1 else "in every step"
+        parts = [
+            f"from {start} over {schedule.curriculum_steps} steps" if start else "",
+            f"price moves to hold density {schedule.target_density:g}" if schedule.target_density is not None else "",
+            f"no layer below density {schedule.min_layer_density:g}" if schedule.min_layer_density is not None else "",
+            f"chosen every {schedule.refresh_steps} steps, {reused} reused between" if schedule.refresh_steps > 1 else "",
+            f"{schedule.explore_diagonals} random diagonals {every}" if schedule.explore_diagonals else "",
+        ]
+        return [("schedule", "; ".join(filter(None, parts)) or "none")]
+
+    def _probe_rows(self, segment: str) -> list[tuple[str, str]]:
+        """How a selection by probes works, and what is active without one."""
+        config = self.ring.config
+        if isinstance(config.selector, CompleteSelector):
+            return [("segments", segment)]
+        return [
+            ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),
+            ("always active", f"{config.local_blocks} block diagonals, {config.sink_tokens} first tokens of a document"),
         ]
 
 

@@ -16,8 +16,10 @@ parallelism over all ranks; the sequence axis lives in the data and in attention
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+
+_STATE = "sparse_ring.json"
+"""File of a checkpoint with what `SparseRing.state_dict` gives."""
 
 _OF_THE_INDEX = ("density", "recall", "pair_imbalance")
 """What is reported of an evaluation."""
@@ -195,6 +200,17 @@ class SparseRingMixin(_Base):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._rate.paused():
             super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        state = self.ring.state_dict()  # collective
+        if state and self.args.should_save:
+            (Path(output_dir) / _STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (saved := Path(checkpoint) / _STATE).is_file():
+            self.ring.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
 
     # ---- evaluation
 

@@ -140,7 +140,8 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
         The attachment; the one that is there already if the model is attached to this ring.
 
     Raises:
-        SparseRingError: a model that `check_model` refuses, is no Transformers model, or is attached to another ring.
+        SparseRingError: a model that `check_model` refuses, is no Transformers model, or is attached to another ring; a
+            layer in ``dense_layers`` that it has not.
     """
     base = base_model_of(model)
     decoder = base.get_decoder()
@@ -163,6 +164,7 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
     for name, module in decoder.named_modules():
         if getattr(module, "sinks", None) is not None or getattr(module, "is_causal", True) is False:
             raise SparseRingError(f"model: {name} has attention sinks or is not causal; the kernels have neither")
+    ring.schedule.name_layers(attention_layers(base))
     register()
     attachment = Attachment(base, decoder, ring, before or base.config._attn_implementation)
     base.set_attn_implementation(NAME)
@@ -195,6 +197,12 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
             "from_pretrained or get_peft_model returned"
         )
     return inner
+
+
+def attention_layers(model: nn.Module) -> dict[str, int]:
+    """The layers of a model by the names of their attention modules."""
+    found = ((name, getattr(module, "layer_idx", None)) for name, module in model.named_modules())
+    return {name: layer for name, layer in found if isinstance(layer, int)}
 
 
 def enable_gradient_checkpointing(model: nn.Module, **options: Any) -> None:
@@ -287,7 +295,8 @@ def sparse_ring_attention_forward(
         )
     if attention_mask is not None:
         raise SparseRingError("a sharded sequence takes no attention mask; SparseRing.sequence_batch removes padding")
-    return sparse_ring_attention(query, key, value, sparse_ring, layer=module.layer_idx, scale=scale), None
+    layer = module.layer_idx
+    return sparse_ring_attention(query, key, value, sparse_ring.at_layer(layer), layer=layer, scale=scale), None
 
 
 def sparse_ring_mask(

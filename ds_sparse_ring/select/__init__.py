@@ -8,14 +8,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.config import FixedSelector, FullSelector, PriceSelector, TopPSelector
+from ds_sparse_ring.config import (
+    BigBirdSelector,
+    CompleteSelector,
+    FixedSelector,
+    FullSelector,
+    LongformerSelector,
+    MobaSelector,
+    NormSelector,
+    PriceSelector,
+    RandomDiagonalsSelector,
+    TopPSelector,
+    WindowSelector,
+    XAttentionSelector,
+)
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.select.bigbird import select_bigbird
 from ds_sparse_ring.select.mass import select_by_mass
+from ds_sparse_ring.select.moba import select_moba
+from ds_sparse_ring.select.norm import select_norm
 from ds_sparse_ring.select.price import select_by_price
 from ds_sparse_ring.select.recall import estimated_recall, true_recall
+from ds_sparse_ring.select.static import random_diagonals, window_index
+from ds_sparse_ring.select.xattention import select_xattention
 
 __all__ = ["estimated_recall", "select_index", "true_recall"]
 
@@ -32,7 +50,8 @@ def select_index(
         method: "auto" takes the Triton kernels for float16, bfloat16 and float32 on a GPU, else the readable reference.
 
     Returns:
-        The full index or a `VerticalSlash` over all segments, equal on all ranks of the ring.
+        The full index, a `VerticalSlash` over all segments, or `BlockLists` from "bigbird", "moba" and "xattention"; equal on
+        all ranks of the ring.
 
     Raises:
         SparseRingError: the probed scores are not finite; a dtype that the method asked for does not know.
@@ -42,6 +61,8 @@ def select_index(
     selector = context.selector
     if isinstance(selector, FullSelector):
         return FullIndex(context.segments, patterns, group)
+    if isinstance(selector, CompleteSelector):
+        return _complete_index(selector, q, k, context, scale, patterns)
     if method == "triton" or (method == "auto" and _has_triton(q)):
         from ds_sparse_ring.select.fast import select_fast  # imports Triton
 
@@ -55,6 +76,25 @@ def select_index(
     diagonals = torch.cat([chosen.diagonals, _forced_diagonals(context, patterns).to(q.device)])
     columns = torch.cat([chosen.columns, _forced_columns(context, patterns).to(q.device)])
     return VerticalSlash.from_keys(context.segments, patterns, group, diagonals, columns)
+
+
+def _complete_index(
+    selector: CompleteSelector, q: Tensor, k: Tensor, context: SequenceContext, scale: float, patterns: int
+) -> Index:
+    """What a selector names that adds no local blocks and first tokens; on any device by the same code."""
+    if isinstance(selector, WindowSelector | LongformerSelector):
+        return window_index(selector, context, patterns, q.device)
+    if isinstance(selector, RandomDiagonalsSelector):
+        return random_diagonals(selector, context, patterns, q.device)
+    if isinstance(selector, BigBirdSelector):
+        return select_bigbird(selector, context, patterns, q.device)
+    if isinstance(selector, MobaSelector):
+        return select_moba(selector, q, k, context, patterns)
+    if isinstance(selector, NormSelector):
+        return select_norm(selector, k, context, patterns)
+    if isinstance(selector, XAttentionSelector):
+        return select_xattention(selector, q, k, context, patterns, scale)
+    raise SparseRingError(f"selector {selector!r} is not implemented")
 
 
 def _has_triton(q: Tensor) -> bool:

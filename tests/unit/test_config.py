@@ -13,16 +13,19 @@ from typer.testing import CliRunner
 
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import (
+    CompleteSelector,
     FixedSelector,
     FullSelector,
     OffloadConfig,
     PriceSelector,
+    ScheduleConfig,
     SparseRingConfig,
     TopPSelector,
 )
 from ds_sparse_ring.errors import SparseRingError
 
-MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig]
+MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig, ScheduleConfig]
+MODELS += CompleteSelector.__subclasses__()
 
 
 def read(section: Any, **others: Any) -> SparseRingConfig:
@@ -46,6 +49,8 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "sink_tokens": 4,
         "heads_per_pattern": 1,
         "dense_warmup_steps": 0,
+        "dense_layers": [],
+        "schedule": None,
         "eval_full_index": False,
         "checkpoint": "output",
         "layer_chunk_tokens": None,

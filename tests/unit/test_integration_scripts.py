@@ -86,7 +86,8 @@ class TestPretrain(DistributedTest):
     @pytest.mark.parametrize(("stage", "degree"), [(1, 2), (3, 2), (3, 1)])
     def test_a_resumed_run_equals_one_that_was_not_stopped(self, stage: int, degree: int, corpus: Path, tmp_path: Path) -> None:
         in_chunks: dict[str, Any] = {"layer_chunk_tokens": 70} if degree == 1 else {}
-        config = write_config(tmp_path, stage, degree=degree, **in_chunks)
+        moving: dict[str, Any] = {"schedule": {"target_density": 0.4, "gain": 1.0}} if stage == 1 else {}
+        config = write_config(tmp_path, stage, degree=degree, **in_chunks, **moving)
         values: dict[str, Any] = {
             "accumulation": 2,
             "save_steps": 3,
@@ -125,6 +126,7 @@ class TestPretrain(DistributedTest):
         assert [line["step"] for line in again] == [4, 6]
         # the line of step 4 is a mean over steps 3 and 4 in the one log, of step 4 in the other
         assert again[-1]["loss"] == pytest.approx(training[-1]["loss"], rel=1e-6)
+        assert [line["price"] for line in again] == [line["price"] for line in training[1:]]
         evaluations = [[line["loss"] for line in log if line.get("event") == "evaluation"] for log in (whole, resumed)]
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
 

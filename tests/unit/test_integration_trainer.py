@@ -120,7 +120,8 @@ class TestResume(DistributedTest):
             "train_sampling_strategy": "random",
         }
         rows = make_rows([150, 201, 64, 97])
-        config = ds_config(stage, selector="price")
+        moving: dict[str, Any] = {"schedule": {"target_density": 0.4, "gain": 1.0}} if stage == 1 else {}
+        config = ds_config(stage, selector="price", **moving)
         trainer, whole = make_trainer(arguments(tmp_path, config, **values), rows)
         trainer.train()
         expected = full_state_dict(trainer.deepspeed)
@@ -128,6 +129,8 @@ class TestResume(DistributedTest):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert resumed.of("loss") == pytest.approx(whole.of("loss")[3:], rel=1e-6)
         assert resumed.of("grad_norm") == pytest.approx(whole.of("grad_norm")[3:], rel=1e-5)
+        assert resumed.of("price") == whole.of("price")[3:]
+        assert (len(set(whole.of("price"))) > 3) == bool(moving)
         state = full_state_dict(trainer.deepspeed)
         for name in expected:
             torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-7)
