@@ -139,7 +139,8 @@ inline float from_half(uint16_t bits) {
     std::vector<float> all(1 << 16);
     for (int i = 0; i < 1 << 16; ++i) {
       const int exponent = i >> 10 & 31, mantissa = i & 1023;
-      float value = exponent ? ldexpf(static_cast<float>(1024 + mantissa), exponent - 25) : ldexpf(static_cast<float>(mantissa), -24);
+      const auto units = static_cast<float>(exponent ? 1024 + mantissa : mantissa);
+      float value = ldexpf(units, max(exponent, 1) - 25);
       if (exponent == 31) value = mantissa ? NAN : INFINITY;
       all[i] = i >> 15 ? -value : value;
     }
