@@ -38,13 +38,14 @@ def build(folder: Path) -> ctypes.CDLL:
 
 
 class EmulatedTables:
-    """In place of the op's class of that name: keeps what it is given, in its order."""
+    """In place of the op's class of that name: what the forward kernel needs of what that is given, in its order."""
 
     def __init__(self, *given: Any) -> None:
         (
             self.base, self.own, self.q_stride, self.q_start, self.q_blocks, self.k_blocks, self.patterns,
-            self.heads_per_pattern, self.segments, self.q_segment, self.bits, self.columns,
-        ) = given  # fmt: skip
+            self.heads_per_pattern, self.segments, self.q_segment, self.bits, columns,
+        ) = (*given[:10], *given[-2:])  # fmt: skip
+        self.columns = columns[:4]
 
 
 class EmulatedOp:
