@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -291,6 +293,20 @@ class TestRefusals(DistributedTest):
         with patch.object(memory, "device_bytes", lambda: 2**18), pytest.raises(SparseRingError, match="200 tokens .*262144"):
             trainer.train()
         assert trainer.state.global_step == 0
+
+    def test_a_model_of_unknown_sizes_is_not_checked_and_trains(self, tmp_path: Path) -> None:
+        trainer, _ = make_trainer(arguments(tmp_path, max_steps=1), make_rows([200] * 4))
+        sizes = trainer.model.config.to_dict()
+        del sizes["intermediate_size"], sizes["num_key_value_heads"]
+        said = StringIO()
+        unknown = patch.object(type(trainer.model.config), "to_dict", lambda self: dict(sizes))
+        with unknown, patch.object(memory, "device_bytes", lambda: 1), redirect_stdout(said):
+            trainer.train()
+        assert trainer.state.global_step == 1
+        line = (
+            "memory is not checked before the first step: LlamaConfig says nothing about intermediate_size, num_key_value_heads"
+        )
+        assert said.getvalue().count(line) == (dist.get_rank() == 0)
 
     def test_a_batch_without_labels(self, tmp_path: Path) -> None:
         trainer, _ = make_trainer(arguments(tmp_path), make_rows([10, 10], labels=False))
