@@ -240,7 +240,7 @@ class SparseRingMixin(_Base):
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in inputs:
-                loss, outputs = self._evaluation_loss(model, inputs)
+                loss, outputs = self._evaluation_loss(model, inputs, with_outputs=not prediction_loss_only)
             else:
                 outputs = model(**inputs)
         if prediction_loss_only:
@@ -253,10 +253,14 @@ class SparseRingMixin(_Base):
             labels = torch.nn.functional.pad(shifted[:, :-1], (1, 0), value=IGNORE)[:present]
         return loss, self.ring.gather(logits.detach(), sequence)[:present], labels
 
-    def _evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Mean loss over the targets of this ring's batch, which is also added to the sums of the dataset."""
+    def _evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
+        """Mean loss over the targets of this ring's batch, which is also added to the sums of the dataset.
+
+        Outputs are asked for only if they are used: trl's SFTTrainer runs the model again for them.
+        """
         one = torch.ones((), device=self.args.device)
-        scaled, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=one)
+        computed: Any = self.compute_loss(model, inputs, return_outputs=with_outputs, num_items_in_batch=one)
+        scaled, outputs = computed if with_outputs else (computed, None)
         local = torch.stack([scaled.double() / self.ring.axes.world_size, (inputs["labels"] != IGNORE).sum().double()])
         self._eval_sums += local.cpu()
         loss_sum, targets = self.ring.axes.ring_sum(local.clone())
