@@ -35,6 +35,7 @@ from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale,
 from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
@@ -342,12 +343,16 @@ class Pretraining:
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         states["device"] = get_accelerator().get_rng_state()
         torch.save(states, self._random_state_file(step))
+        if self.ring.axes.rank == 0:
+            self.step_shape().save(self.checkpoints / f"step{step}")
         self.log.write({"event": "saved", "step": step, "path": str(self.checkpoints / f"step{step}")})
 
     def resume(self) -> int:
         """Load the last checkpoint, if there is one; returns the steps done."""
         if not (self.checkpoints / "latest").is_file():
             return 0
+        latest = (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
+        self.step_shape().check(self.checkpoints / latest, self.engine.config)
         path, client_state = self.engine.load_checkpoint(str(self.checkpoints))
         if path is None:
             raise SparseRingError(f"{self.checkpoints} holds no checkpoint that DeepSpeed can load")
@@ -360,6 +365,10 @@ class Pretraining:
         torch.set_rng_state(states["torch"])
         get_accelerator().set_rng_state(states["device"])
         return step
+
+    def step_shape(self) -> StepShape:
+        """What a step of this run takes."""
+        return StepShape.of(self.ring, micro_batch=self.args.micro_batch, accumulation=self.args.accumulation)
 
     def _random_state_file(self, step: int) -> Path:
         return self.checkpoints / f"step{step}" / f"random_state_rank{self.ring.axes.rank}.pt"
