@@ -31,6 +31,7 @@ class ModelArguments:
     model: str | None = field(default=None, metadata={"help": "Folder of a model; without weights it starts afresh."})
     fresh_config: str | None = field(default=None, metadata={"help": "Instead: JSON of a model, or a file with it."})
     tokenizer: str | None = field(default=None, metadata={"help": "Folder of a tokenizer; default: the model's."})
+    yarn_from: int = field(default=0, metadata={"help": "Stretch positions with YaRN from so many tokens to those of a row."})
 
 
 @dataclass
@@ -79,6 +80,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         model_args.fresh_config,
         tokenizer,
         sequence_tokens=data.sequence_tokens,
+        yarn_from=model_args.yarn_from,
     )
     model = build_model(config, model_args.model, dtype=torch.bfloat16 if args.bf16 else torch.float32)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -54,6 +54,7 @@ class PretrainArguments:
     model: str | None = field(default=None, metadata={"help": "Folder of a model; without weights it starts afresh."})
     fresh_config: str | None = field(default=None, metadata={"help": "Instead: JSON of a model, or a file with it."})
     tokenizer: str | None = field(default=None, metadata={"help": "Folder of a tokenizer; default: the model's."})
+    yarn_from: int = field(default=0, metadata={"help": "Stretch positions with YaRN from so many tokens to those of a row."})
     text: list[str] = field(
         default_factory=list, metadata={"help": "Text, .jsonl or .parquet files, folders, patterns; default: Python's own."}
     )
@@ -115,7 +116,13 @@ class Pretraining:
 
     def _build(self) -> tuple[Any, SparseRing]:
         args = self.args
-        model_config = load_config(args.model, args.fresh_config, self.tokenizer, sequence_tokens=args.sequence_tokens)
+        model_config = load_config(
+            args.model,
+            args.fresh_config,
+            self.tokenizer,
+            sequence_tokens=args.sequence_tokens,
+            yarn_from=args.yarn_from,
+        )
         config = resolve_auto(
             load_ds_json(args.deepspeed),
             micro_batch=args.micro_batch,

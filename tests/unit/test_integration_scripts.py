@@ -23,6 +23,7 @@ from ds_sparse_ring.train.data import train_tokenizer
 from ds_sparse_ring.train.finetune import DataArguments, ModelArguments, build_trainer, checkpoint_to_resume
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.pretrain import PretrainArguments, Pretraining
+from ds_sparse_ring.train.recipes import RECIPES
 from tests.common import DistributedTest, rank_device
 from tests.unit.parity_model import CHECKPOINTING, VOCABULARY, section, word_tokenizer
 
@@ -195,6 +196,33 @@ class TestPretrain(DistributedTest):
         if dist.get_rank() == 0:
             losses = [line["loss"] for line in log_lines(tmp_path / "out") if "event" not in line]
             assert losses[-1] < losses[0]
+
+    @pytest.mark.parametrize(
+        ("kind", "name"),
+        [
+            ("qwen2", "qwen2.5-3b-512k-1gpu"),
+            ("llama", "llama-3.1-8b-1m-8gpu"),
+            ("qwen3", "qwen3-8b-512k-32gpu"),
+        ],
+    )
+    def test_a_recipe_trains_a_small_model(self, kind: str, name: str, corpus: Path, tmp_path: Path) -> None:
+        """A thousandth of the lengths, on two ranks; everything else as in the file."""
+        recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+        config, shrunk = recipe.config(), {"layer_chunk_tokens": 64, "segment_tokens": 64, "log_steps": 1}
+        config["sparse_ring"] |= shrunk | ({"inner_degree": None} if recipe.gpus > 2 else {})
+        if "offload" in config["sparse_ring"]:
+            config["sparse_ring"]["offload"]["host_gib"] /= 1000
+        path = tmp_path / f"recipe_{dist.get_rank()}.json"
+        path.write_text(json.dumps(config))
+        arguments = options(corpus, str(path), tmp_path / "out", steps=3, sequence_tokens=512, yarn_from=32, bf16=True)
+        arguments.fresh_config, arguments.loss_tile_tokens = json.dumps({**FRESH, "model_type": kind, "head_dim": 8}), 64
+        arguments.learning_rate, arguments.evaluation_sequences = 1e-2, 0
+        Pretraining(arguments).run()
+        if dist.get_rank() == 0:
+            losses = [line["loss"] for line in log_lines(tmp_path / "out") if "event" not in line]
+            assert losses[-1] < losses[0]
+            saved = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+            assert saved["rope_parameters"]["factor"] == 16 and saved["max_position_embeddings"] == 512
 
     def test_arguments_must_agree_with_the_file(self, corpus: Path, tmp_path: Path) -> None:
         config = json.loads(Path(write_config(tmp_path, 1)).read_text())
