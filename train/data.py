@@ -1,29 +1,35 @@
-"""Text to packed sequences: documents, a tokenizer, and rows of a fixed length that keep document bounds.
+"""Text and tokens: documents from files of many kinds, and a tokenizer.
 
 The default text is the Python standard library of the running interpreter: it is on every machine, needs no download
-and, joined per package, gives documents as long as source repositories do. Any other text comes in as files, one
-document each.
-
-A row says where documents start by ``position_ids`` that restart at 0: the one signal for document bounds that
-DeepSpeed, Transformers and this package agree on.
+and, joined per package, gives documents as long as source repositories do. Any other text comes in as files.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib.util
+import json
+import os
+import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset, load_dataset
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    LargeList,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ds_sparse_ring.errors import SparseRingError
@@ -36,6 +42,9 @@ IGNORED = -100
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_TOKENS = Features({"input_ids": LargeList(Value("int32")), "length": Value("int64")})
+_BATCH_DOCUMENTS = 64
+"""Documents that are tokenized, written and packed at a time: long ones must not pile up in memory."""
 
 
 def standard_library_documents() -> list[str]:
@@ -57,34 +66,117 @@ def _joined(files: Sequence[Path], root: Path) -> str:
     return "\n".join(pieces)
 
 
-def load_text_documents(paths: Sequence[str | Path]) -> list[str]:
-    """Read documents: a text file is one, a record of a JSON-lines, JSON or Parquet file with a column ``text`` is one.
+def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> Any:
+    """Documents as a dataset of ``datasets``, with a column ``text`` or, tokenized already, ``input_ids``.
+
+    A text file is one document. A record of JSON lines, JSON or Parquet is one, as is a row of a folder that
+    ``Dataset.save_to_disk`` has written. A folder of MDS shards (ProLong's data) holds tokens, with ``indices`` where
+    documents begin and end, and is read by the package mosaicml-streaming.
 
     Args:
         paths: files, folders (their files with a known suffix, at any depth) or glob patterns, read in this order (files
             of a folder or pattern sorted by name); none at all stands for :func:`standard_library_documents`.
+        streaming: give an ``IterableDataset``, which reads files while they are used.
 
     Raises:
-        SparseRingError: a path that matches no file, records without ``text``, or nothing but empty documents.
+        SparseRingError: a path that matches no file, records without these columns, sources that do not go together,
+            MDS shards without the package that reads them.
     """
     if not paths:
-        return standard_library_documents()
-    files = [file for path in paths for file in _matching_files(str(path))]
-    documents: list[str] = []
-    for builder, group in groupby(files, key=lambda file: _RECORDS.get(Path(file).suffix, "text")):
-        options = {"sample_by": "document"} if builder == "text" else {}
-        rows = load_dataset(builder, data_files=list(group), split="train", **options)
-        if "text" not in rows.column_names:
-            raise SparseRingError(f"text: records have the columns {rows.column_names}; one called 'text' is needed")
-        documents += [text for text in rows["text"] if text]
-    if not documents:
-        raise SparseRingError(f"text: all {len(files)} files of {list(map(str, paths))} are empty")
-    return documents
+        return _generated(_library_rows, {"python": sys.version}, streaming)
+    parts: list[Any] = []
+    files = [found for path in paths for found in _sources(str(path))]
+    for kind, group in groupby(files, key=_kind):
+        if kind == "mds":
+            parts += [_generated(_mds_rows, {"folder": folder, "index": _mds_index(folder)}, streaming) for folder in group]
+        elif kind == "disk":
+            parts += [_saved(folder, streaming) for folder in group]
+        else:
+            options = {"sample_by": "document"} if kind == "text" else {}
+            parts.append(load_dataset(kind, data_files=list(group), split="train", streaming=streaming, **options))
+    columns = [_used_column(part) for part in parts]
+    if len(set(columns)) > 1:
+        raise SparseRingError(f"text: {list(map(str, paths))} mix text and tokens; give them in runs of their own")
+    return concatenate_datasets([part.select_columns([columns[0]]) for part in parts])
 
 
-def _matching_files(pattern: str) -> list[str]:
+def _used_column(part: Any) -> str:
+    names = _column_names(part)
+    column = next((name for name in ("input_ids", "text") if name in names), None)
+    if column is None:
+        raise SparseRingError(f"text: records have the columns {names}; one called 'text' is needed, or tokens as 'input_ids'")
+    return column
+
+
+def _column_names(part: Any) -> list[str]:
+    """Of a stream, those of its first row, as long as it does not know them."""
+    return part.column_names or list(next(iter(part), {}))
+
+
+def _generated(generator: Any, arguments: dict[str, Any], streaming: bool) -> Any:
+    kind = IterableDataset if streaming else Dataset
+    return kind.from_generator(generator, gen_kwargs=arguments)
+
+
+def _saved(folder: str, streaming: bool) -> Any:
+    dataset = load_from_disk(folder)
+    if not isinstance(dataset, Dataset):
+        raise SparseRingError(f"text: {folder} holds several splits, {sorted(dataset)}: give the folder of one of them")
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _library_rows(python: str) -> Iterator[dict[str, str]]:
+    for text in standard_library_documents():
+        yield {"text": text}
+
+
+def _mds_index(folder: str) -> str:
+    return (Path(folder) / "index.json").read_text(encoding="utf-8")
+
+
+def _mds_rows(folder: str, index: str) -> Iterator[dict[str, Any]]:
+    # the index is an argument so that other shards in the same folder are not taken from a cache
+    from streaming import LocalDataset
+
+    dataset = LocalDataset(local=folder)
+    for i in range(len(dataset)):
+        row = dataset[i]
+        if "input_ids" not in row:
+            yield {"text": row["text"]}
+            continue
+        tokens = np.asarray(row["input_ids"]).astype(np.int32)
+        for begin, end in row.get("indices", [(0, len(tokens))]):
+            yield {"input_ids": tokens[begin:end]}
+
+
+def _kind(path: str) -> str:
+    if os.path.isdir(path):
+        return "mds" if _is_mds(path) else "disk"
+    return _RECORDS.get(Path(path).suffix, "text")
+
+
+def _is_mds(folder: str) -> bool:
+    index = Path(folder) / "index.json"
+    if not index.is_file():
+        return False
+    shards = json.loads(_mds_index(folder)).get("shards")
+    if not shards or any(shard.get("format") != "mds" for shard in shards):
+        return False
+    if importlib.util.find_spec("streaming") is None:
+        raise SparseRingError(
+            f"text: {folder} holds MDS shards, which the package mosaicml-streaming reads, and it is not installed. It asks for "
+            "an older Transformers than this package does: install it without (pip install --no-deps mosaicml-streaming, and "
+            "what else it imports), or convert the shards to Parquet in an environment of its own"
+        )
+    return True
+
+
+def _sources(pattern: str) -> list[str]:
+    """The files, or the folders that are read as a whole, that a path stands for."""
     known = (*_TEXT_SUFFIXES, *_RECORDS)
     if Path(pattern).is_dir():
+        if _is_mds(pattern) or any((Path(pattern) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return [pattern]
         found = [str(file) for file in sorted(Path(pattern).rglob("*")) if file.suffix in known]
     else:
         found = sorted(file for file in glob.glob(pattern, recursive=True) if Path(file).is_file())
@@ -124,86 +216,48 @@ def tokenize_documents(documents: Iterable[str], tokenizer: PreTrainedTokenizerB
     if tokenizer.eos_token_id is None:
         raise SparseRingError("tokenizer: it has no eos_token, which ends each document; set tokenizer.eos_token")
     batch = list(documents)
+    if not batch:
+        return []
     # verbose=False: documents longer than the tokenizer's model_max_length are meant to be cut into rows later
     rows = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array([*row, tokenizer.eos_token_id], dtype=np.int32) for row in rows]
 
 
-def pack_documents(documents: Sequence[np.ndarray], *, sequence_tokens: int) -> Dataset:
-    """Cut the stream of documents into rows of ``sequence_tokens`` tokens; the last may be shorter, no token is lost.
+class _Tokenize:
+    """Batches of documents to token ids and their count; the end-of-text token stands behind each text."""
 
-    Returns:
-        A dataset with ``input_ids`` and ``position_ids``. Positions restart at 0 at each document and at each row, as a
-        document's tokens attend only to those of it that lie in the same row.
-    """
-    if sequence_tokens < 1:
-        raise SparseRingError(f"packing: sequence_tokens must be positive, got {sequence_tokens}")
-    documents = [document for document in documents if len(document)]
-    if not documents:
-        raise SparseRingError("packing: there is no token to pack")
-    lengths = np.array([len(document) for document in documents])
-    ids = np.concatenate(documents).astype(np.int32)
-    token = np.arange(ids.size)
-    document_start = np.repeat(lengths.cumsum() - lengths, lengths)
-    row_start = token - token % sequence_tokens
-    positions = (token - np.maximum(document_start, row_start)).astype(np.int32)
-    cuts = range(sequence_tokens, ids.size, sequence_tokens)
-    return Dataset.from_dict({"input_ids": np.split(ids, cuts), "position_ids": np.split(positions, cuts)})
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if "text" in batch:
+            rows = tokenize_documents([text for text in batch["text"] if text], self.tokenizer)
+        else:
+            rows = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"] if len(ids)]
+        return {"input_ids": rows, "length": [len(row) for row in rows]}
 
 
-def packed_dataset(
-    paths: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    sequence_tokens: int,
-    evaluation_sequences: int,
-    seed: int,
-) -> tuple[Dataset, Dataset]:
-    """``(train, evaluation)`` rows of the text at ``paths``; deterministic, so each rank may build them by itself.
+def tokenize(documents: Any, tokenizer: PreTrainedTokenizerBase, *, workers: int = 1) -> Any:
+    """Token ids of documents as a dataset: ``input_ids`` int32 and ``length``, documents without a token left out.
+
+    What was tokenized once by the same tokenizer is read again from the cache of ``datasets``.
 
     Args:
-        evaluation_sequences: rows to evaluate on; their documents are not trained on. Zero gives an empty dataset.
+        documents: of :func:`load_documents`. workers: processes that tokenize; a stream has one.
     """
-    documents = load_text_documents(paths)
-    order = np.random.default_rng(seed).permutation(len(documents))
-    tokens = tokenize_documents((documents[i] for i in order), tokenizer)
-    wanted = evaluation_sequences * sequence_tokens
-    held_out = 0
-    while wanted > 0 and held_out < len(tokens):
-        wanted -= len(tokens[held_out])
-        held_out += 1
-    if held_out == len(tokens):
-        raise SparseRingError(
-            f"text: {evaluation_sequences} evaluation sequences of {sequence_tokens} tokens take all {len(tokens)} "
-            "documents; give more text or ask for fewer evaluation sequences"
-        )
-    train = pack_documents(tokens[held_out:], sequence_tokens=sequence_tokens)
-    if not held_out:
-        return train, train.select(range(0))
-    evaluation = pack_documents(tokens[:held_out], sequence_tokens=sequence_tokens)
-    return train, evaluation.select(range(min(evaluation_sequences, len(evaluation))))
+    options: dict[str, Any] = {"batched": True, "batch_size": _BATCH_DOCUMENTS, "remove_columns": _column_names(documents)}
+    if isinstance(documents, Dataset):
+        options |= {
+            # told apart by the tokenizer's words: its pickle changes when it is used
+            "new_fingerprint": Hasher.hash([documents._fingerprint, _identity(tokenizer), "tokens"]),
+            "num_proc": max(1, min(workers, len(documents) // _BATCH_DOCUMENTS)),
+            "writer_batch_size": _BATCH_DOCUMENTS,
+            "desc": "tokenizing",
+        }
+        options["num_proc"] = options["num_proc"] if options["num_proc"] > 1 else None  # none: in this process
+    return documents.map(_Tokenize(tokenizer), features=_TOKENS, **options)
 
 
-@dataclass(frozen=True)
-class PackedCollator:
-    """Rows of a packed dataset to a batch of int64 ``[B, S]`` tensors, shorter rows padded on the right.
-
-    Gives input_ids, position_ids, attention_mask (0 on padding) and labels (the input itself, ``-100`` on padding; what
-    shards the batch shifts them). Positions count on through padding, so that it never looks like a new document.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        batch: dict[str, list[Tensor]] = {"input_ids": [], "position_ids": [], "attention_mask": [], "labels": []}
-        for row in rows:
-            ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-            positions = torch.as_tensor(row["position_ids"], dtype=torch.int64)
-            padding = longest - ids.numel()
-            further = positions[-1] + 1 + torch.arange(padding)
-            batch["input_ids"].append(pad(ids, (0, padding), value=self.pad_token_id))
-            batch["position_ids"].append(torch.cat([positions, further]))
-            batch["attention_mask"].append(pad(torch.ones_like(ids), (0, padding)))
-            batch["labels"].append(pad(ids, (0, padding), value=IGNORED))
-        return {name: torch.stack(tensors) for name, tensors in batch.items()}
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return Hasher.hash([rules, tokenizer.eos_token_id])

@@ -20,8 +20,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import save_pretrained
 from ds_sparse_ring.integrations.trainer import SparseRingTrainer
-from ds_sparse_ring.train.data import PackedCollator, packed_dataset
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
+from ds_sparse_ring.train.rows import PackedCollator, open_rows
 
 
 @dataclass
@@ -31,16 +31,19 @@ class ModelArguments:
     model: str | None = field(default=None, metadata={"help": "Folder of a model; without weights it starts afresh."})
     fresh_config: str | None = field(default=None, metadata={"help": "Instead: JSON of a model, or a file with it."})
     tokenizer: str | None = field(default=None, metadata={"help": "Folder of a tokenizer; default: the model's."})
+    yarn_from: int = field(default=0, metadata={"help": "Stretch positions with YaRN from so many tokens to those of a row."})
 
 
 @dataclass
 class DataArguments:
-    """Which text. Documents are packed into rows one after the other and cut; no token is lost."""
+    """Which text. Documents are packed into rows block by block; no token is lost."""
 
     text: list[str] = field(
         default_factory=list, metadata={"help": "Text, .jsonl or .parquet files, folders, patterns; default: Python's own."}
     )
-    sequence_tokens: int = field(default=4096, metadata={"help": "Tokens of a row."})
+    data: str | None = field(default=None, metadata={"help": "Folder of train/prepare_data.py: rows instead of text."})
+    streaming: bool = field(default=False, metadata={"help": "Read, tokenize and pack text while training goes on."})
+    sequence_tokens: int = field(default=4096, metadata={"help": "Tokens of a row, a multiple of 64; --data has its own."})
     evaluation_sequences: int = field(default=0, metadata={"help": "Rows held out for evaluation."})
 
 
@@ -62,19 +65,22 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     set_seed(args.seed)
     _ = args.device  # sets up torch.distributed; DeepSpeed needs its own view of it before ZeRO-3 partitions the model
     deepspeed.init_distributed()
-    tokenizer = load_tokenizer(model_args.tokenizer, model_args.model)
-    train_rows, evaluation_rows = packed_dataset(
+    tokenizer = load_tokenizer(model_args.tokenizer, model_args.model or (data_args.data and f"{data_args.data}/tokenizer"))
+    data = open_rows(
+        data_args.data,
         data_args.text,
         tokenizer,
         sequence_tokens=data_args.sequence_tokens,
         evaluation_sequences=data_args.evaluation_sequences,
         seed=args.seed,
+        streaming=data_args.streaming,
     )
     config = load_config(
         model_args.model,
         model_args.fresh_config,
         tokenizer,
-        sequence_tokens=data_args.sequence_tokens,
+        sequence_tokens=data.sequence_tokens,
+        yarn_from=model_args.yarn_from,
     )
     model = build_model(config, model_args.model, dtype=torch.bfloat16 if args.bf16 else torch.float32)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -82,8 +88,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         model,
         args,
         data_collator=PackedCollator(pad),
-        train_dataset=train_rows,
-        eval_dataset=evaluation_rows if len(evaluation_rows) else None,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation if len(data.evaluation) else None,
         processing_class=tokenizer,
     )
     return trainer, tokenizer

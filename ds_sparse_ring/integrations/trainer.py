@@ -16,7 +16,9 @@ parallelism over all ranks; the sequence axis lives in the data and in attention
 
 from __future__ import annotations
 
+import itertools
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +30,14 @@ from datasets import Dataset as ArrowDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.trainer_data import (
     PRESENT_ROWS,
     BatchCollator,
@@ -55,7 +59,7 @@ else:
     _Base = object
 
 
-_STATE = "sparse_ring.json"
+_STATE = "sparse_ring_schedule.json"
 """File of a checkpoint with what `SparseRing.state_dict` gives."""
 
 _OF_THE_INDEX = ("density", "recall", "pair_imbalance")
@@ -129,6 +133,7 @@ class SparseRingMixin(_Base):
     ) -> DataLoader:
         axes = self.ring.axes
         if is_training:
+            self._check_lengths(dataset)
             dataset = Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
         else:
             if isinstance(dataset, ArrowDataset):
@@ -138,6 +143,29 @@ class SparseRingMixin(_Base):
             dataset = complete(dataset, rows, self._used_columns())
         loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         return follow_data_axis(loader, axes, is_training=is_training)
+
+    def _check_lengths(self, dataset: Any) -> None:
+        """Training data must end on all ranks at once. A stream's end is agreed on when it comes (`get_batch_samples`)."""
+        if isinstance(dataset, IterableDataset):
+            return
+        lengths = [int(row[0]) for row in self.ring.axes.world_rows([float(len(dataset))])]
+        if len(set(lengths)) > 1:
+            raise SparseRingError(
+                f"the training data has {min(lengths)} rows on rank {lengths.index(min(lengths))} and {max(lengths)} on rank "
+                f"{lengths.index(max(lengths))}: give every rank the whole dataset, it is divided here"
+            )
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        if self.ring.axes.world_size > 1 and isinstance(self.train_dataset, IterableDataset):
+            counts = [int(row[0]) for row in self.ring.axes.world_rows([float(len(batches))])]
+            if (fewest := min(counts)) < max(counts):
+                warnings.warn(
+                    f"the stream of training data ended on rank {counts.index(fewest)} before others: the epoch ends for all",
+                    stacklevel=2,
+                )
+            batches = batches[:fewest]
+        return batches, self._get_num_items_in_batch(batches, device)
 
     def _used_columns(self) -> frozenset[str] | None:
         if not self.args.remove_unused_columns:
@@ -161,6 +189,18 @@ class SparseRingMixin(_Base):
         return round(float(total) / self.ring.axes.sequence_size)
 
     # ---- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder = get_last_checkpoint(str(self.args.output_dir)) if resume_from_checkpoint is True else resume_from_checkpoint
+        if isinstance(folder, str):
+            plugin = self.accelerator.state.deepspeed_plugin
+            self._step_shape().check(folder, {} if plugin is None else plugin.deepspeed_config)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _step_shape(self) -> StepShape:
+        args = self.args
+        micro_batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        return StepShape.of(self.ring, micro_batch=micro_batch, accumulation=accumulation)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         if any("shift_labels" not in batch for batch in batch_samples):
@@ -200,6 +240,9 @@ class SparseRingMixin(_Base):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._rate.paused():
             super()._save_checkpoint(*args, **kwargs)
+            folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            if self.is_world_process_zero() and folder.is_dir():
+                self._step_shape().save(folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -256,7 +299,7 @@ class SparseRingMixin(_Base):
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in inputs:
-                loss, outputs = self._evaluation_loss(model, inputs)
+                loss, outputs = self._evaluation_loss(model, inputs, with_outputs=not prediction_loss_only)
             else:
                 outputs = model(**inputs)
         if prediction_loss_only:
@@ -269,10 +312,14 @@ class SparseRingMixin(_Base):
             labels = torch.nn.functional.pad(shifted[:, :-1], (1, 0), value=IGNORE)[:present]
         return loss, self.ring.gather(logits.detach(), sequence)[:present], labels
 
-    def _evaluation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Mean loss over the targets of this ring's batch, which is also added to the sums of the dataset."""
+    def _evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool) -> tuple[Tensor, Any]:
+        """Mean loss over the targets of this ring's batch, which is also added to the sums of the dataset.
+
+        Outputs are asked for only if they are used: trl's SFTTrainer runs the model again for them.
+        """
         one = torch.ones((), device=self.args.device)
-        scaled, outputs = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=one)
+        computed: Any = self.compute_loss(model, inputs, return_outputs=with_outputs, num_items_in_batch=one)
+        scaled, outputs = computed if with_outputs else (computed, None)
         local = torch.stack([scaled.double() / self.ring.axes.world_size, (inputs["labels"] != IGNORE).sum().double()])
         self._eval_sums += local.cpu()
         loss_sum, targets = self.ring.axes.ring_sum(local.clone())

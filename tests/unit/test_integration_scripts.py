@@ -18,10 +18,12 @@ from ds_sparse_ring.cli import app
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import full_state_dict, save_pretrained
 from ds_sparse_ring.run_log import read_run
+from ds_sparse_ring.train import prepare_data
 from ds_sparse_ring.train.data import train_tokenizer
 from ds_sparse_ring.train.finetune import DataArguments, ModelArguments, build_trainer, checkpoint_to_resume
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.pretrain import PretrainArguments, Pretraining
+from ds_sparse_ring.train.recipes import RECIPES
 from tests.common import DistributedTest, rank_device
 from tests.unit.parity_model import CHECKPOINTING, VOCABULARY, section, word_tokenizer
 
@@ -38,12 +40,15 @@ TEXTS = [f"def f{i}(x):\n    return x * {i} + {i * i}\n" * (12 + i) for i in ran
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text/ and tokenizer/."""
+    """A folder with text/, tokenizer/ and rows of it in data/."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text").mkdir()
     for i, text in enumerate(TEXTS):
         (folder / "text" / f"{i}.txt").write_text(text)
     train_tokenizer(TEXTS, folder / "tokenizer", vocab_size=270)
+    command = f"{folder / 'text'} --tokenizer {folder / 'tokenizer'} --output {folder / 'data'} --sequence-tokens 192"
+    result = CliRunner().invoke(prepare_data.app, [*command.split(), "--evaluation-sequences", "3"])
+    assert result.exit_code == 0, result.output
     return folder
 
 
@@ -72,7 +77,7 @@ def options(corpus: Path, config: str, output: Path, **values: Any) -> PretrainA
         tokenizer=str(corpus / "tokenizer"),
         text=[str(corpus / "text")],
         output=str(output),
-        **{"sequence_tokens": 200, "steps": 6, "learning_rate": 3e-3, "evaluation_sequences": 3, **values},
+        **{"sequence_tokens": 192, "steps": 6, "learning_rate": 3e-3, "evaluation_sequences": 3, **values},
     )
 
 
@@ -85,6 +90,7 @@ class TestPretrain(DistributedTest):
 
     @pytest.mark.parametrize(("stage", "degree"), [(1, 2), (3, 2), (3, 1)])
     def test_a_resumed_run_equals_one_that_was_not_stopped(self, stage: int, degree: int, corpus: Path, tmp_path: Path) -> None:
+        # with two rings, layers in chunks and a stream of rows, which goes through several epochs
         in_chunks: dict[str, Any] = {"layer_chunk_tokens": 70} if degree == 1 else {}
         moving: dict[str, Any] = {"schedule": {"target_density": 0.4, "gain": 1.0}} if stage == 1 else {}
         config = write_config(tmp_path, stage, degree=degree, **in_chunks, **moving)
@@ -93,6 +99,7 @@ class TestPretrain(DistributedTest):
             "save_steps": 3,
             "evaluation_steps": 4,
             "gradient_checkpointing": True,
+            "streaming": degree == 1,
         }
         whole = Pretraining(options(corpus, config, tmp_path / "whole", **values))
         whole.run()
@@ -131,11 +138,18 @@ class TestPretrain(DistributedTest):
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
 
     def test_the_loss_does_not_depend_on_how_ranks_are_divided(self, corpus: Path, tmp_path: Path) -> None:
-        # two rows a step: on two rings of one rank, or one after the other on one ring of two
+        # two rows a step: on two rings of one rank, or one after the other on one ring of two, which reads prepared rows
         losses = []
         for degree, accumulation in ((1, 1), (2, 2)):
             config = write_config(tmp_path, 2, "full", degree=degree)
             arguments = options(corpus, config, tmp_path / f"out{degree}", accumulation=accumulation, steps=4)
+            if degree == 2:
+                arguments.data, arguments.text, arguments.tokenizer, arguments.sequence_tokens = (
+                    str(corpus / "data"),
+                    [],
+                    None,
+                    4096,
+                )
             run = Pretraining(arguments)
             run.run()
             if dist.get_rank() == 0:
@@ -157,14 +171,15 @@ class TestPretrain(DistributedTest):
         assert generated.shape[1] > prompt["input_ids"].shape[1]
 
     def test_a_run_is_compared_with_its_simulation_from_its_log_alone(self, corpus: Path, tmp_path: Path) -> None:
-        Pretraining(options(corpus, write_config(tmp_path, 2), tmp_path / "out", steps=3, evaluation_sequences=0)).run()
+        values: dict[str, Any] = {"steps": 3, "evaluation_sequences": 0, "sequence_tokens": 960}
+        Pretraining(options(corpus, write_config(tmp_path, 2), tmp_path / "out", **values)).run()
         if dist.get_rank() != 0:
             return
         log = tmp_path / "out" / "metrics.jsonl"
         result = CliRunner().invoke(app, ["plan", "--compare", str(log)])
         assert result.exit_code == 0, result.output
         run = read_run(log)
-        assert (run.job.world, run.job.model.num_hidden_layers, run.job.sequence_tokens) == (2, 2, 200)
+        assert (run.job.world, run.job.model.num_hidden_layers, run.job.sequence_tokens) == (2, 2, 960)
         (line,) = run.lines
         assert line["step"] == 3, "the line of steps 1 and 2 is left out"
         for label, key in (("step s", "step_s"), ("attention s", "attention_s"), ("worker imbalance", "time_imbalance")):
@@ -183,6 +198,33 @@ class TestPretrain(DistributedTest):
         if dist.get_rank() == 0:
             losses = [line["loss"] for line in log_lines(tmp_path / "out") if "event" not in line]
             assert losses[-1] < losses[0]
+
+    @pytest.mark.parametrize(
+        ("kind", "name"),
+        [
+            ("qwen2", "qwen2.5-3b-512k-1gpu"),
+            ("llama", "llama-3.1-8b-1m-8gpu"),
+            ("qwen3", "qwen3-8b-512k-32gpu"),
+        ],
+    )
+    def test_a_recipe_trains_a_small_model(self, kind: str, name: str, corpus: Path, tmp_path: Path) -> None:
+        """A thousandth of the lengths, on two ranks; everything else as in the file."""
+        recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+        config, shrunk = recipe.config(), {"layer_chunk_tokens": 64, "segment_tokens": 64, "log_steps": 1}
+        config["sparse_ring"] |= shrunk | ({"inner_degree": None} if recipe.gpus > 2 else {})
+        if "offload" in config["sparse_ring"]:
+            config["sparse_ring"]["offload"]["host_gib"] /= 1000
+        path = tmp_path / f"recipe_{dist.get_rank()}.json"
+        path.write_text(json.dumps(config))
+        arguments = options(corpus, str(path), tmp_path / "out", steps=3, sequence_tokens=512, yarn_from=32, bf16=True)
+        arguments.fresh_config, arguments.loss_tile_tokens = json.dumps({**FRESH, "model_type": kind, "head_dim": 8}), 64
+        arguments.learning_rate, arguments.evaluation_sequences = 1e-2, 0
+        Pretraining(arguments).run()
+        if dist.get_rank() == 0:
+            losses = [line["loss"] for line in log_lines(tmp_path / "out") if "event" not in line]
+            assert losses[-1] < losses[0]
+            saved = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+            assert saved["rope_parameters"]["factor"] == 16 and saved["max_position_embeddings"] == 512
 
     def test_arguments_must_agree_with_the_file(self, corpus: Path, tmp_path: Path) -> None:
         config = json.loads(Path(write_config(tmp_path, 1)).read_text())
@@ -214,7 +256,7 @@ class TestFinetune(DistributedTest):
 
     def test_train_evaluate_save_and_resume(self, corpus: Path, tmp_path: Path) -> None:
         config = write_config(tmp_path, 3, dense_warmup_steps=1, eval_full_index=True)
-        command = f"""--deepspeed {config} --tokenizer {corpus / "tokenizer"} --text {corpus / "text"} --sequence_tokens 200
+        command = f"""--deepspeed {config} --tokenizer {corpus / "tokenizer"} --text {corpus / "text"} --sequence_tokens 192
             --evaluation_sequences 3 --output_dir {tmp_path / "out"} --max_steps 4 --save_steps 2 --logging_steps 1
             --learning_rate 3e-3 --report_to none --disable_tqdm true --{CHECKPOINTING}
             --per_device_eval_batch_size 1 --resume_from_checkpoint last"""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.pool import Pool, RanksFailed
 from tests.worker import TestCall
 
 from .reference import bound, global_qkv
+from .trainer_runs import arguments, ds_config, make_rows, make_trainer
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 3.0
@@ -100,6 +103,22 @@ class Cases:
     def dies_in_hop_1(self) -> None:
         with _before(Place(7, True, 1), 1, lambda: os._exit(3)):
             _attend().sum().backward()
+
+    def is_killed_while_training(self) -> None:
+        with TemporaryDirectory() as folder, _before(Place(0, True, 1), 1, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            trainer, _ = make_trainer(arguments(folder, ds_config(3, timeout_s=TIMEOUT_S)), make_rows([200] * 4))
+            trainer.train()
+
+
+def test_a_training_step_ends_in_time_when_a_rank_is_killed() -> None:
+    pool, begin = Pool(2, "cpu", ROOT), time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(TestCall(__name__, "Cases", "is_killed_while_training", {}), timeout_s=100)
+    story = str(failure.value)
+    assert re.search("rank 1 of 2 died: .*SIGKILL", story)
+    assert "SparseRingError: rank 0: layer 0, backward pass, hop" in story
+    assert "still running when another rank had failed" not in story, "the other one ends, too"
+    assert time.monotonic() - begin < 100
 
 
 def test_a_rank_that_dies_is_named_by_the_one_that_waits_for_it() -> None:

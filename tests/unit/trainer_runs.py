@@ -70,9 +70,10 @@ class Recorder(TrainerCallback):
         return [line[key] for line in self.lines if key in line]
 
 
-def make_trainer(args: TrainingArguments, rows: Any, **values: Any) -> tuple[Any, Recorder]:
+def make_trainer(args: TrainingArguments, rows: Any, model: Any = None, **values: Any) -> tuple[Any, Recorder]:
     recorder = Recorder()
-    return SparseRingTrainer(tiny_model(), args, train_dataset=rows, callbacks=[recorder], **values), recorder
+    model = tiny_model() if model is None else model
+    return SparseRingTrainer(model, args, train_dataset=rows, callbacks=[recorder], **values), recorder
 
 
 def token_losses(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
@@ -84,10 +85,12 @@ def token_losses(model: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
     return torch.cat(losses)
 
 
-def plain_training(rows: list[dict[str, Any]], steps: int, rows_per_step: int) -> Iterator[tuple[float, float, Any]]:
+def plain_training(
+    rows: list[dict[str, Any]], steps: int, rows_per_step: int, model: Any = None
+) -> Iterator[tuple[float, float, Any]]:
     """Loss, gradient norm and model after each step of ordinary training with Transformers' SDPA on one process."""
-    model = tiny_model().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    model = (tiny_model() if model is None else model).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, weight_decay=0.0)
     for step in range(steps):
         first = step * rows_per_step
         loss = token_losses(model, [rows[(first + i) % len(rows)] for i in range(rows_per_step)]).mean()
