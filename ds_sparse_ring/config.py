@@ -197,7 +197,8 @@ class SparseRingConfig(_Strict):
     """Seconds that a rank waits for others in attention before it ends with an error that names hop and peer."""
 
     log_steps: int = Field(default=10, ge=1)
-    """Optimizer steps between two lines of metrics in train/pretrain.py; under Trainer its logging_steps rules."""
+    """Optimizer steps between two lines of metrics in train/pretrain.py; under Trainer its logging_steps rules. In logged steps
+    recall is measured, too (``report_s`` of the line)."""
 
     def __init__(self, /, **values: Any) -> None:
         # Users see one kind of error, whether the values come from a file or from Python.

@@ -126,6 +126,20 @@ def test_recall_is_the_dense_probability_that_the_mask_keeps() -> None:
     assert summary["worst"] <= summary["mean"]
 
 
+def test_estimated_recall_is_the_mean_over_rows_spread_over_each_probe() -> None:
+    _, sequence, context = bound([300, 3, 200], segment_tokens=128, probe_tokens=40)
+    q, k, _ = _peaked(sequence, 4, 2)
+    index = _selected(q, k, context)
+    full = dense_mask(FullIndex(sequence.segments, 4), 4, q.shape[1])
+    kept = (_dense_probabilities(q, k, full) * dense_mask(index, 4, q.shape[1])).sum(-1)
+    rows: list[int] = []
+    for segment in context.segments:
+        probe = min(40, segment.valid_end - 64 * segment.begin)
+        if probe > 0:
+            rows += [segment.valid_end - probe + probe * i // min(8, probe) - 1 for i in range(1, min(8, probe) + 1)]
+    torch.testing.assert_close(estimated_recall(q, k, index, context, scale=SCALE), kept[:, rows].mean(1))
+
+
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_lists", "full"])
 def test_recall_of_any_index_is_what_its_mask_keeps(kind: str) -> None:
     _, sequence, context = bound([300, 70, 200], segment_tokens=128, heads_per_pattern=2)
