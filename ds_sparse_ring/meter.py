@@ -98,8 +98,10 @@ class Meter:
 
         Returns:
             Of the index: ``density``, ``recall``, ``column_density`` (the part of the density that are columns): means over
-            layers, patterns and sequences. ``pair_imbalance``: active pairs of the busiest rank over the mean rank of its ring,
-            the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over the mean one, mean over layers.
+            layers, patterns and sequences. With ``true_recall_rows`` ``recall_early``, ``recall_middle``, ``recall_late`` (thirds
+            of the stream) and ``recall_worst`` (5 % of all queries), too. ``pair_imbalance``: active pairs of the busiest rank
+            over the mean rank of its ring, the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over
+            the mean one, mean over layers.
             ``per_layer``: a dict per layer with ``layer``, the first three, ``head_density``, ``head_recall`` and, if measured,
             ``true_recall``.
 
@@ -115,6 +117,7 @@ class Meter:
         per_layer = [self._of_layer(layer, sums) for layer, sums in sorted(layers.items())]
         return {
             **{key: _mean([entry[key] for entry in per_layer]) for key in ("density", "recall", "column_density")},
+            **_true_recall(per_layer),
             "pair_imbalance": self._worst_ring(pairs),
             "head_imbalance": _mean([_imbalance(entry["head_density"]) for entry in per_layer]),
             **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report", "copy_wait")},
@@ -191,6 +194,13 @@ class Meter:
     def _worst_ring(self, of_ranks: list[float]) -> float:
         size = self._axes.sequence_size
         return max(_imbalance(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size))
+
+
+def _true_recall(per_layer: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over layers, if it was measured: in dense steps it is not."""
+    measured = [entry["true_recall"] for entry in per_layer if "true_recall" in entry]
+    parts = ("early", "middle", "late", "worst") if measured else ()
+    return {f"recall_{part}": _mean([of_layer[part] for of_layer in measured]) for part in parts}
 
 
 def _mean(values: list[float]) -> float:

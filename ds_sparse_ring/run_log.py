@@ -16,6 +16,21 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.job import ModelShape
 
 
+class MetricsLog:
+    """A run's metrics.jsonl: one JSON object a line, each flushed at once."""
+
+    NAME = "metrics.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / self.NAME, "a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write and flush one line."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
 class RunJob(BaseModel):
     """What ran: ``job`` of the line ``{"event": "start"}``."""
 
