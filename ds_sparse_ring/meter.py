@@ -12,13 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.config import MapsConfig
 from ds_sparse_ring.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from ds_sparse_ring.select import AttentionMap
 
 
 class HopPart(NamedTuple):
@@ -42,11 +46,20 @@ class _LayerSums:
 
 
 class Meter:
-    """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective)."""
+    """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective).
 
-    def __init__(self, axes: Axes) -> None:
+    Args:
+        maps: which attention maps to record, if any.
+
+    Attributes:
+        model_layers: of the model, if known; ``maps`` without layers of their own follow it.
+    """
+
+    def __init__(self, axes: Axes, maps: MapsConfig | None = None) -> None:
         self.active = False
-        self._axes = axes
+        self.model_layers: int | None = None
+        self._axes, self._maps_config, self._reports = axes, maps, 0
+        self._maps: defaultdict[int, list[AttentionMap]] = defaultdict(list)
         self._layers: dict[int, _LayerSums] = {}
         self._stopwatch: Stopwatch[str | HopPart] = Stopwatch()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -93,6 +106,25 @@ class Meter:
             sums.true_recall[key] = sums.true_recall.get(key, 0.0) + value
         self.count("pairs", local_pairs)
 
+    def maps_due(self, layer: int, heads: int) -> list[int]:
+        """Of ``heads`` query heads of a layer, those whose attention maps are wanted now: of one call in a report, if any."""
+        wanted = self._maps_config
+        if wanted is None or self._reports % wanted.every or layer in self._maps:
+            return []
+        last = (self.model_layers or 1) - 1
+        layers = [0, last // 2, last] if wanted.layers is None else wanted.layers
+        of_layer = [0, heads // 2] if wanted.heads is None else wanted.heads
+        return sorted({head for head in of_layer if head < heads}) if layer in layers else []
+
+    def record_map(self, layer: int, head_map: AttentionMap) -> None:
+        """Keep a map of a layer, on the device, until the report."""
+        self._maps[layer].append(head_map)
+
+    def pop_maps(self) -> dict[int, list[AttentionMap]]:
+        """Maps by layer since the last call."""
+        maps, self._maps = dict(self._maps), defaultdict(list)
+        return maps
+
     def pop(self) -> dict[str, Any]:
         """Everything since the last call; collective over all ranks. Empty without a recorded layer.
 
@@ -114,6 +146,7 @@ class Meter:
         pairs = [row[0] for row in self._axes.world_rows([counts["pairs"]])]
         if not layers:
             return {}
+        self._reports += 1
         per_layer = [self._of_layer(layer, sums) for layer, sums in sorted(layers.items())]
         return {
             **{key: _mean([entry[key] for entry in per_layer]) for key in ("density", "recall", "column_density")},

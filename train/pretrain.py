@@ -36,7 +36,7 @@ from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import base_model_of, enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape
-from ds_sparse_ring.run_log import MetricsLog, RunJob
+from ds_sparse_ring.run_log import MetricsLog, RunJob, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.data import PackedCollator, packed_dataset
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
@@ -249,7 +249,7 @@ class Pretraining:
         """One line on the screen, one in metrics.jsonl; the loss is the mean over all targets since the last line."""
         axes, norm = self.ring.axes, self.engine.get_global_grad_norm()
         loss_sum, targets = axes.world_sum(sums.clone()).tolist()
-        metrics = self.ring.meter.pop()
+        metrics, maps = self.ring.meter.pop(), self.ring.meter.pop_maps()
         steps, self.logged_step = step - self.logged_step, step
         (pairs,) = axes.world_totals([done.causal_pairs / axes.sequence_size])
         of_step = self.args.accumulation * axes.data_size * causal_triangle(self.args.micro_batch * self.args.sequence_tokens)
@@ -263,6 +263,8 @@ class Pretraining:
             **metrics,
         }
         self.log.write(line)
+        if axes.rank == 0:
+            save_maps(Path(self.args.output), step, maps)
 
     # ---- data
 

@@ -46,7 +46,7 @@ from ds_sparse_ring.integrations.trainer_data import (
     present_rows,
 )
 from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach, base_model_of
-from ds_sparse_ring.run_log import MetricsLog
+from ds_sparse_ring.run_log import MetricsLog, save_maps
 from ds_sparse_ring.runtime import SparseRing
 
 # Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
@@ -195,6 +195,9 @@ class SparseRingMixin(_Base):
         super().log(logs, start_time)
         self._report_layers(metrics)
         self._write({"step": self.state.global_step, **logs, **metrics})
+        maps = self.ring.meter.pop_maps()
+        if self.ring.axes.rank == 0 and self.args.output_dir is not None:
+            save_maps(Path(self.args.output_dir), self.state.global_step, maps)
 
     def _report_layers(self, metrics: Mapping[str, Any]) -> None:
         """Density and recall of each layer for ``report_to`` alone: on the screen they would be a page for every line."""

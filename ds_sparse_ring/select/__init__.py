@@ -13,11 +13,12 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.select.maps import AttentionMap, attention_map
 from ds_sparse_ring.select.mass import select_by_mass
 from ds_sparse_ring.select.price import select_by_price
 from ds_sparse_ring.select.recall import estimated_recall, true_recall
 
-__all__ = ["estimated_recall", "select_index", "true_recall"]
+__all__ = ["AttentionMap", "attention_map", "estimated_recall", "select_index", "true_recall"]
 
 
 @torch.no_grad()
