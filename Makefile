@@ -71,7 +71,7 @@ $(INSTALLED): setup.cfg pyproject.toml
 	rm -f .venv/installed-*
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[test,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,dev,eval]"
 	touch $@
 
 clean:

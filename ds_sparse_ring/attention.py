@@ -34,7 +34,7 @@ from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_row
 from ds_sparse_ring.pages import KV, DeviceKV, HostKV, kept_pages
 from ds_sparse_ring.plan import Hop, Page, RingPlan, Transfer
 from ds_sparse_ring.ring_pass import RingPass
-from ds_sparse_ring.select import estimated_recall, select_index, true_recall
+from ds_sparse_ring.select import attention_map, estimated_recall, select_index, true_recall
 from ds_sparse_ring.select.explore import explore
 from ds_sparse_ring.select.static import of_any_text
 from ds_sparse_ring.slots import Slot, current_slot
@@ -223,6 +223,8 @@ def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer:
     patterns = [index.patterns] * context.axes.ulysses_size
     if context.heads_exchanged:  # another library's shares of the heads may be unequal
         patterns = context.axes.ulysses_counts(index.patterns, q.device)
+    for head in context.meter.maps_due(layer, q.shape[0]):
+        context.meter.record_map(layer, attention_map(q, k, index, context, head=head, scale=scale))
     if isinstance(index, FullIndex):
         ones = torch.ones(index.patterns, dtype=torch.float64)
         ones = _of_all_heads(ones, patterns, context)

@@ -127,6 +127,21 @@ def config(
 
 
 @app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Output folder of Trainer or train/pretrain.py, or its metrics.jsonl.")],
+    output: Annotated[Path | None, typer.Option(help="File to write; default: inspect.html in that folder.")] = None,
+) -> None:
+    """Write one HTML page about a run: curves, layers, hops, and attention maps with their index."""
+    from ds_sparse_ring.inspect_run import write_page
+
+    try:
+        print(write_page(run, output))
+    except SparseRingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
 def plan(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help='A DeepSpeed JSON file with a section "sparse_ring".')] = None,

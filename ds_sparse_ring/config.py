@@ -289,6 +289,19 @@ class ScheduleConfig(_Strict):
     """Every so many steps they are read; 1 is in every step."""
 
 
+class MapsConfig(_Strict):
+    """Small pictures of attention that a run leaves in its output folder, for ``ds-sparse-ring inspect``."""
+
+    every: int = Field(default=10, ge=1)
+    """Logged steps from one recording to the next; the first logged step has one."""
+
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Their layers, counted from 0; null is the first one, the one in the middle and the last one."""
+
+    heads: list[Annotated[int, Field(ge=0)]] | None = None
+    """Their query heads, counted from 0 among those of rank 0; null is the first one and the one in the middle."""
+
+
 class SparseRingConfig(_Strict):
     """What a user may set, with units and defaults; see the docstring below each field.
 
@@ -364,6 +377,9 @@ class SparseRingConfig(_Strict):
 
     true_recall_rows: int = Field(default=0, ge=0)
     """Query rows per layer whose recall is measured against dense attention whenever metrics are logged; 0 is off."""
+
+    maps: MapsConfig | None = None
+    """Attention of a few heads, recorded in logged steps for ``ds-sparse-ring inspect``; null is none."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rank waits for others in attention before it ends with an error that names hop and peer."""

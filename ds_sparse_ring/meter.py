@@ -12,13 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.config import MapsConfig
 from ds_sparse_ring.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from ds_sparse_ring.select import AttentionMap
 
 
 class HopPart(NamedTuple):
@@ -44,14 +48,20 @@ class _LayerSums:
 class Meter:
     """Collects what layers report, while ``active`` is set (equally on every rank of a ring: recall is collective).
 
+    Args:
+        maps: which attention maps to record, if any.
+
     Attributes:
         notes: numbers that hold for the whole of a step, which the next report repeats.
+        model_layers: of the model, if known; ``maps`` without layers of their own follow it.
     """
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, maps: MapsConfig | None = None) -> None:
         self.active = False
         self.notes: dict[str, float] = {}
-        self._axes = axes
+        self.model_layers: int | None = None
+        self._axes, self._maps_config, self._reports = axes, maps, 0
+        self._maps: defaultdict[int, list[AttentionMap]] = defaultdict(list)
         self._layers: dict[int, _LayerSums] = {}
         self._stopwatch: Stopwatch[str | HopPart] = Stopwatch()
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -98,13 +108,34 @@ class Meter:
             sums.true_recall[key] = sums.true_recall.get(key, 0.0) + value
         self.count("pairs", local_pairs)
 
+    def maps_due(self, layer: int, heads: int) -> list[int]:
+        """Of ``heads`` query heads of a layer, those whose attention maps are wanted now: of one call in a report, if any."""
+        wanted = self._maps_config
+        if wanted is None or self._reports % wanted.every or layer in self._maps:
+            return []
+        last = (self.model_layers or 1) - 1
+        layers = [0, last // 2, last] if wanted.layers is None else wanted.layers
+        of_layer = [0, heads // 2] if wanted.heads is None else wanted.heads
+        return sorted({head for head in of_layer if head < heads}) if layer in layers else []
+
+    def record_map(self, layer: int, head_map: AttentionMap) -> None:
+        """Keep a map of a layer, on the device, until the report."""
+        self._maps[layer].append(head_map)
+
+    def pop_maps(self) -> dict[int, list[AttentionMap]]:
+        """Maps by layer since the last call."""
+        maps, self._maps = dict(self._maps), defaultdict(list)
+        return maps
+
     def pop(self) -> dict[str, Any]:
         """Everything since the last call; collective over all ranks. Empty without a recorded layer.
 
         Returns:
             Of the index: ``density``, ``recall``, ``column_density`` (the part of the density that are columns): means over
-            layers, patterns and sequences. ``pair_imbalance``: active pairs of the busiest rank over the mean rank of its ring,
-            the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over the mean one, mean over layers.
+            layers, patterns and sequences. With ``true_recall_rows`` ``recall_early``, ``recall_middle``, ``recall_late`` (thirds
+            of the stream) and ``recall_worst`` (5 % of all queries), too. ``pair_imbalance``: active pairs of the busiest rank
+            over the mean rank of its ring, the worst ring counts. ``head_imbalance``: active pairs of the busiest pattern over
+            the mean one, mean over layers.
             ``per_layer``: a dict per layer with ``layer``, the first three, ``head_density``, ``head_recall`` and, if measured,
             ``true_recall``. ``price``: the one price, of a selection by price.
 
@@ -117,9 +148,11 @@ class Meter:
         pairs = [row[0] for row in self._axes.world_rows([counts["pairs"]])]
         if not layers:
             return {}
+        self._reports += 1
         per_layer = [self._of_layer(layer, sums) for layer, sums in sorted(layers.items())]
         return {
             **{key: _mean([entry[key] for entry in per_layer]) for key in ("density", "recall", "column_density")},
+            **_true_recall(per_layer),
             "pair_imbalance": self._worst_ring(pairs),
             "head_imbalance": _mean([_imbalance(entry["head_density"]) for entry in per_layer]),
             **{f"{name}_s": seconds.get(name, 0.0) for name in ("index", "attention", "report", "copy_wait")},
@@ -197,6 +230,13 @@ class Meter:
     def _worst_ring(self, of_ranks: list[float]) -> float:
         size = self._axes.sequence_size
         return max(_imbalance(of_ranks[first : first + size]) for first in range(0, len(of_ranks), size))
+
+
+def _true_recall(per_layer: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over layers, if it was measured: in dense steps it is not."""
+    measured = [entry["true_recall"] for entry in per_layer if "true_recall" in entry]
+    parts = ("early", "middle", "late", "worst") if measured else ()
+    return {f"recall_{part}": _mean([of_layer[part] for of_layer in measured]) for part in parts}
 
 
 def _mean(values: list[float]) -> float:

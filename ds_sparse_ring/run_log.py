@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.job import ModelShape
+from ds_sparse_ring.select import AttentionMap
+
+
+class MetricsLog:
+    """A run's metrics.jsonl: one JSON object a line, each flushed at once."""
+
+    NAME = "metrics.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / self.NAME, "a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write and flush one line."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def save_maps(folder: Path, step: int, maps: Mapping[int, Sequence[AttentionMap]]) -> None:
+    """Write a step's attention maps, by layer, into ``folder``/maps; some 100 KB for six heads. The host waits for the device."""
+    if not maps:
+        return
+    arrays: dict[str, Any] = {}
+    for layer, of_layer in maps.items():
+        for one in of_layer:
+            name = f"layer{layer}_head{one.head}"
+            arrays[name] = one.pooled.cpu().numpy().astype(np.float16)
+            arrays[f"{name}_rows"] = one.rows.cpu().numpy()
+            arrays[f"{name}_tokens_density"] = np.array([float(one.tokens), float(one.density)])
+    path = folder / "maps" / f"step{step:08}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays)
 
 
 class RunJob(BaseModel):
@@ -37,6 +72,70 @@ class RunJob(BaseModel):
     """Norms, rotary embedding and gates by Liger's kernels."""
     sparse_ring: dict[str, Any]
     """The section of the DeepSpeed file, with defaults."""
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """All lines of a run, over its resumes; of steps that were done twice the later ones.
+
+    Attributes:
+        start: the last line ``{"event": "start"}``, {} if there is none. training, evaluations: lines in order of their steps.
+    """
+
+    start: dict[str, Any]
+    training: Sequence[dict[str, Any]]
+    evaluations: Sequence[dict[str, Any]]
+
+
+def read_history(path: Path) -> RunHistory:
+    """Read a metrics.jsonl as Trainer and train/pretrain.py write it.
+
+    Raises:
+        SparseRingError: no such file, another kind of file, or no logged step.
+    """
+    start: dict[str, Any] = {}
+    kept: list[dict[str, Any]] = []
+    for line in _lines(path):
+        if line.get("event") == "start":
+            start = line
+            kept = [other for other in kept if other["step"] <= start.get("step", 0)]
+        elif "step" in line and "loss" in line:
+            kept.append(line)
+    training = [line for line in kept if "event" not in line]
+    if not training:
+        raise SparseRingError(f"log: {path} has no logged step: train for more steps, every log_steps one has a line")
+    return RunHistory(start, training, [line for line in kept if line.get("event") == "evaluation"])
+
+
+def read_maps(folder: Path) -> dict[int, dict[tuple[int, int], HeadMapData]]:
+    """Attention maps that a run has left in its output folder: by step, then by layer and head; {} if none.
+
+    Raises:
+        SparseRingError: a file that is no recording.
+    """
+    found: dict[int, dict[tuple[int, int], HeadMapData]] = {}
+    for path in sorted((folder / "maps").glob("step*.npz")):
+        try:
+            with np.load(path) as arrays:
+                found[int(path.stem.removeprefix("step"))] = {
+                    (int(match[1]), int(match[2])): HeadMapData(
+                        arrays[name].astype(np.float32), arrays[f"{name}_rows"], *arrays[f"{name}_tokens_density"].tolist()
+                    )
+                    for name in arrays.files
+                    if (match := re.fullmatch(r"layer(\d+)_head(\d+)", name))
+                }
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise SparseRingError(f"maps: {path} is no recording of attention ({error}): remove it") from None
+    return found
+
+
+class HeadMapData(NamedTuple):
+    """A recorded `AttentionMap`: ``pooled`` ``[4, r, c]``, ``rows`` ``[r]``, on the host."""
+
+    pooled: np.ndarray
+    rows: np.ndarray
+    tokens: float
+    density: float
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class SparseRing:
         self.axes = Axes.create(config)
         self.schedule = Schedule(config, self.axes)
         self.kernel = get_kernel(config.backend, spare_multiprocessors=config.spare_multiprocessors)
-        self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
+        self._meters = {False: Meter(self.axes, config.maps), True: Meter(self.axes)}
         ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
         offload = config.offload
         self.spill = Spill(offload, lambda name: self.meter.timed(name), ranks_on_host) if offload is not None else None
@@ -74,6 +74,11 @@ class SparseRing:
     def meter(self) -> Meter:
         """Attention metrics of the current phase: training and evaluation are counted apart."""
         return self._meters[self.evaluating]
+
+    def note_layers(self, count: int) -> None:
+        """Say how many layers the model has: attention maps are recorded of the first one, the one in the middle and the last."""
+        for meter in self._meters.values():
+            meter.model_layers = count
 
     def sequence_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that all ranks of its ring hold in full; see `ds_sparse_ring.batch.shard_batch`."""

@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.ds_json import load_ds_json
+from ds_sparse_ring.inspect_run import write_page
 from ds_sparse_ring.plots import HeadMap, head_map, save_training_report
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
@@ -56,7 +57,7 @@ MODEL = {
     "initializer_range": 0.06,  # 0.02 is for wide models; a narrow one would learn nothing in its first minutes
 }
 # A model this young spreads its attention widely: 5e-4 per key is twice the uniform share at 4096 tokens.
-SPARSE_RING = {"selector": {"kind": "price", "price": 5e-4}, "segment_tokens": 512, "log_steps": 5}
+SPARSE_RING = {"selector": {"kind": "price", "price": 5e-4}, "segment_tokens": 512, "log_steps": 5, "maps": {"every": 8}}
 STALE_LOCK_S = 900
 
 # Runs in a process of its own that never imports this package.
@@ -296,6 +297,7 @@ def main() -> None:
     warmup = SparseRingConfig.from_deepspeed(files.deepspeed).dense_warmup_steps
     save_training_report(picture, metrics, most_interesting_head(files), dense_warmup_steps=warmup)
     console.print(f"Done in {time.monotonic() - began:.0f} s", highlight=False)
+    console.print(f"page        {write_page(files.output)}", highlight=False, soft_wrap=True)
     console.print(f"picture     {picture}\ncheckpoint  {files.output / 'model'}", highlight=False, soft_wrap=True)
 
 

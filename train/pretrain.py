@@ -10,7 +10,6 @@ Without a GPU set DS_ACCELERATOR=cpu and use --num_accelerators.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,16 +31,15 @@ from ds_sparse_ring.batch import IGNORE, causal_triangle
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
-from ds_sparse_ring.integrations.flops import matrix_parameters, peak_flops, step_flops
 from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
-from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.rate import Work, WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
-from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
+from ds_sparse_ring.integrations.transformers import base_model_of, enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape
-from ds_sparse_ring.run_log import RunJob
+from ds_sparse_ring.run_log import MetricsLog, RunJob, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.rows import PackedCollator, RowStream, open_rows
@@ -114,7 +112,7 @@ class Pretraining:
         self.device = torch.device(get_accelerator().current_device_name())
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.collate = BatchCollator(self.ring.collator(PackedCollator(pad)))
-        self.log = MetricsLog(Path(args.output), self.ring.axes.rank == 0)
+        self.log = RunOutput(Path(args.output), self.ring.axes.rank == 0)
 
     def _build(self) -> tuple[Any, SparseRing]:
         args = self.args
@@ -198,7 +196,7 @@ class Pretraining:
         args, ring = self.args, self.ring
         begin = self.resume() if args.resume else 0
         self.log.write({"event": "start", "step": begin, "steps": args.steps, "job": self.job().model_dump()})
-        rate, sums, self.causal_pairs = TokenRate(), torch.zeros(2, dtype=torch.float64, device=self.device), 0.0
+        rate, sums = WorkRate(), torch.zeros(2, dtype=torch.float64, device=self.device)
         self.logged_step = begin
         for step in range(begin, args.steps):
             log_step = (step + 1) % ring.config.log_steps == 0 or step + 1 == args.steps
@@ -208,10 +206,10 @@ class Pretraining:
                 self.check_first_batch(batches[0]["sparse_ring"])
             learning_rate = self.engine.get_lr()[0]
             sums += self.train_step(batches)
-            rate.add(sum(batch["sparse_ring"].tokens for batch in batches))
-            self.causal_pairs += sum(batch["sparse_ring"].causal_pairs for batch in batches)
+            for batch in batches:
+                rate.add(batch["sparse_ring"])
             if log_step:
-                self.log_training(step + 1, sums, learning_rate, *rate.pop())
+                self.log_training(step + 1, sums, learning_rate, rate.pop())
                 sums.zero_()
             with rate.paused():
                 self.between_steps(step + 1)
@@ -268,46 +266,26 @@ class Pretraining:
         self.log.write({**line, **{key: metrics[key] for key in ("density", "recall") if key in metrics}})
         return loss
 
-    def log_training(self, step: int, sums: Tensor, learning_rate: float, tokens: int, seconds: float) -> None:
+    def log_training(self, step: int, sums: Tensor, learning_rate: float, done: Work) -> None:
         """One line on the screen, one in metrics.jsonl; the loss is the mean over all targets since the last line."""
         axes, norm = self.ring.axes, self.engine.get_global_grad_norm()
         loss_sum, targets = axes.world_sum(sums.clone()).tolist()
-        metrics = self.ring.meter.pop()
-        seconds = max(seconds - metrics.get("report_s", 0.0), 1e-9)  # what measuring costs is not part of training
-        counts = torch.tensor([float(tokens), float(self.causal_pairs)], dtype=torch.float64, device=self.device)
-        tokens_of_all, pairs = (axes.world_sum(counts) / axes.sequence_size).tolist()
-        steps, self.logged_step, self.causal_pairs = step - self.logged_step, step, 0.0
+        metrics, maps = self.ring.meter.pop(), self.ring.meter.pop_maps()
+        steps, self.logged_step = step - self.logged_step, step
+        (pairs,) = axes.world_totals([done.causal_pairs / axes.sequence_size])
         of_step = self.args.accumulation * axes.data_size * causal_triangle(self.args.micro_batch * self.args.sequence_tokens)
         line = {
             "step": step,
             "loss": loss_sum / max(targets, 1),
             "grad_norm": None if norm is None else float(norm),  # DeepSpeed has none for stage 0 in fp32
             "learning_rate": learning_rate,
-            "tokens_per_s": tokens_of_all / seconds,
-            "step_s": seconds / steps,
+            **work_figures(done, steps, metrics, base_model_of(self.engine), self.ring),
             "causal_share": pairs / (steps * of_step),  # inside documents, of all pairs of a micro-batch
-            **self.utilisation(tokens_of_all, pairs, seconds, metrics.get("density")),
             **metrics,
         }
         self.log.write(line)
-
-    def utilisation(self, tokens: float, causal_pairs: float, seconds: float, density: float | None) -> dict[str, float]:
-        """Peak memory of this rank, and model FLOPs utilisation by executed and by dense-equivalent attention; on a GPU.
-
-        ``causal_pairs`` and ``density`` both count inside documents.
-        """
-        if self.device.type != "cuda":
-            return {}
-        memory = {"peak_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
-        peak, model = peak_flops(), self.engine.module
-        if peak is None or density is None:
-            return memory
-        per_second, parameters = seconds * peak * self.ring.axes.world_size, matrix_parameters(model)
-        flops = {
-            name: step_flops(model.config, parameters, int(tokens), pairs)
-            for name, pairs in (("executed", density * causal_pairs), ("dense_equivalent", causal_pairs))
-        }
-        return memory | {f"mfu_{name}": count / per_second for name, count in flops.items()}
+        if axes.rank == 0:
+            save_maps(Path(self.args.output), step, maps)
 
     # ---- data
 
@@ -405,21 +383,17 @@ _IN_FILE_ONLY = {
 }
 
 
-class MetricsLog:
+class RunOutput:
     """metrics.jsonl and one line on the screen for each of its lines, on rank 0."""
 
     def __init__(self, folder: Path, active: bool) -> None:
-        self._file = None
-        if active:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._log = MetricsLog(folder) if active else None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write and flush one JSON object."""
-        if self._file is None:
+        """Write one line to both."""
+        if self._log is None:
             return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._log.write(line)
         shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items() if k not in _IN_FILE_ONLY)
         print("  ".join(shown), flush=True)
 

@@ -41,6 +41,25 @@ def step_flops(config: Any, parameters: int, tokens: int, pairs: float) -> float
     return 6.0 * parameters * tokens + attention
 
 
+def utilisation(
+    config: Any, parameters: int, tokens: int, causal_pairs: float, density: float, device_seconds: float
+) -> dict[str, float]:
+    """Model FLOPs utilisation: ``mfu_executed`` counts active pairs, ``mfu_dense_equivalent`` all causal ones.
+
+    Args:
+        causal_pairs: as ``pairs`` of `step_flops`, inside documents; density: active share of them.
+        device_seconds: wall seconds times devices.
+
+    Returns:
+        Shares of the device's peak; nothing where that is not known.
+    """
+    peak = peak_flops()
+    if peak is None:
+        return {}
+    pairs = {"mfu_executed": density * causal_pairs, "mfu_dense_equivalent": causal_pairs}
+    return {name: step_flops(config, parameters, tokens, count) / (device_seconds * peak) for name, count in pairs.items()}
+
+
 def peak_flops() -> float | None:
     """Of this device; None if it is not known."""
     if not torch.cuda.is_available():

@@ -47,6 +47,22 @@ def device_bytes() -> int | None:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if torch.cuda.is_available() else None
 
 
+def memory_peaks(ring: SparseRing) -> dict[str, float]:
+    """The most that one rank has held so far, GiB. Collective over all ranks.
+
+    Returns:
+        ``peak_memory_gib`` on the device (none on a CPU); with an ``"offload"`` section ``peak_host_gib`` of the store's slab,
+        staging of the disk included, and ``peak_disk_gib`` of its file.
+    """
+    cuda, store = torch.cuda.is_available(), None if ring.spill is None else ring.spill.store
+    peaks = {"peak_memory_gib": float(torch.cuda.max_memory_allocated())} if cuda else {}
+    if ring.spill is not None:  # on every rank or on none
+        held = {} if store is None else store.numbers().bytes_peak
+        peaks |= {f"peak_{tier}_gib": float(held.get(tier, 0)) for tier in ("host", "disk")}
+    of_ranks = ring.axes.world_rows(list(peaks.values())) if peaks else []
+    return {name: max(values) / 2**30 for name, values in zip(peaks, zip(*of_ranks, strict=True), strict=True)}
+
+
 def check_memory(
     model: Any, optimizer: Any, ring: SparseRing, ds: Mapping[str, Any], sequence: Sequence, loss_tile: int = 1
 ) -> None:

@@ -30,13 +30,14 @@ from datasets import Dataset as ArrowDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
 from ds_sparse_ring.integrations.memory import check_memory
-from ds_sparse_ring.integrations.rate import TokenRate
+from ds_sparse_ring.integrations.rate import WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.trainer_data import (
     PRESENT_ROWS,
@@ -50,6 +51,7 @@ from ds_sparse_ring.integrations.trainer_data import (
     present_rows,
 )
 from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach, base_model_of
+from ds_sparse_ring.run_log import MetricsLog, save_maps
 from ds_sparse_ring.runtime import SparseRing
 
 # Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
@@ -64,6 +66,9 @@ _STATE = "sparse_ring_schedule.json"
 
 _OF_THE_INDEX = ("density", "recall", "pair_imbalance")
 """What is reported of an evaluation."""
+
+_OF_A_LAYER = ("density", "recall")
+"""What is reported of each layer."""
 
 
 class SparseRingMixin(_Base):
@@ -106,7 +111,8 @@ class SparseRingMixin(_Base):
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
         self._compare_batch = True
-        self._rate = TokenRate()
+        self._rate, self._logged_step = WorkRate(), 0
+        self._file: MetricsLog | None = None
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         self.add_callback(_SparseRingCallback(self))
 
@@ -214,7 +220,7 @@ class SparseRingMixin(_Base):
             check_same_batch(sequence, self.ring.axes, self.args.device)
             self._check_memory(sequence)
             self._compare_batch = False
-        self._rate.add(sequence.tokens)
+        self._rate.add(sequence)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _check_memory(self, sequence: Sequence) -> None:
@@ -223,13 +229,35 @@ class SparseRingMixin(_Base):
         check_memory(base_model_of(self._model()), optimizer, self.ring, ds, sequence)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and not self.ring.evaluating:
-            tokens, seconds = self._rate.pop()
-            attention = self._pop_meter()
-            if attention:  # what measuring costs is not part of training
-                seconds = max(seconds - self.attention_metrics.get("report_s", 0.0), 1e-9)
-            logs = {**logs, "tokens_per_s": self._over_data_axis(tokens) / seconds, **attention}
+        if "loss" not in logs or self.ring.evaluating:
+            super().log(logs, start_time)
+            return
+        done, attention = self._rate.pop(), self._pop_meter()
+        steps, self._logged_step = self.state.global_step - self._logged_step, self.state.global_step
+        metrics = self.attention_metrics if attention else {}
+        logs = {**logs, **work_figures(done, steps, metrics, base_model_of(self._model()), self.ring), **attention}
         super().log(logs, start_time)
+        self._report_layers(metrics)
+        self._write({"step": self.state.global_step, **logs, **metrics})
+        maps = self.ring.meter.pop_maps()
+        if self.ring.axes.rank == 0 and self.args.output_dir is not None:
+            save_maps(Path(self.args.output_dir), self.state.global_step, maps)
+
+    def _report_layers(self, metrics: Mapping[str, Any]) -> None:
+        """Density and recall of each layer for ``report_to`` alone: on the screen they would be a page for every line."""
+        layers = {f"{key}_layer_{entry['layer']:02}": entry[key] for entry in metrics.get("per_layer", []) for key in _OF_A_LAYER}
+        takers = tuple(get_reporting_integration_callbacks(self.args.report_to))
+        for callback in self.callback_handler.callbacks if layers else ():
+            if isinstance(callback, takers):
+                callback.on_log(self.args, self.state, self.control, logs=layers, model=self.model)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl in the output folder, as train/pretrain.py writes it; by rank 0."""
+        if self.ring.axes.rank or self.args.output_dir is None:
+            return
+        if self._file is None:
+            self._file = MetricsLog(Path(self.args.output_dir))
+        self._file.write(line)
 
     def _pop_meter(self) -> dict[str, float]:
         """What the meter says in single figures; with lists per layer and per hop it stands in ``attention_metrics``."""
@@ -273,7 +301,11 @@ class SparseRingMixin(_Base):
             if targets:
                 metrics[f"{metric_key_prefix}_loss"] = loss_sum / targets
             attention = self._pop_meter()
-            metrics.update({f"{metric_key_prefix}_{key}": attention[key] for key in _OF_THE_INDEX if key in attention})
+            of_index = {key: attention[key] for key in _OF_THE_INDEX if key in attention}
+            metrics.update({f"{metric_key_prefix}_{key}": value for key, value in of_index.items()})
+            if targets:
+                line = {"event": "evaluation", "name": metric_key_prefix, "step": self.state.global_step}
+                self._write({**line, "loss": loss_sum / targets, **of_index})
         rows = present_rows(dataloader.dataset)
         return output._replace(metrics=metrics, num_samples=output.num_samples if rows is None else rows)
 
@@ -343,7 +375,15 @@ class _SparseRingCallback(TrainerCallback):
         trainer, ring = self.trainer, self.trainer.ring
         adopt_gradient_checkpointing(trainer.model)
         trainer._compare_batch = True
-        trainer._rate = TokenRate()
+        trainer._rate, trainer._logged_step = WorkRate(), state.global_step
+        trainer._write(
+            {
+                "event": "start",
+                "step": state.global_step,
+                "steps": state.max_steps,
+                "run": {"world": ring.axes.world_size, "sparse_ring": ring.config.model_dump()},
+            }
+        )
         stage = 0
         if trainer.is_deepspeed_enabled:
             wrapped = trainer.accelerator.deepspeed_engine_wrapped is not None

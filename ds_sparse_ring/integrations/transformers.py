@@ -171,6 +171,7 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
     if base.config._attn_implementation != NAME:
         attachment.detach()
         raise SparseRingError(f"model: {type(base).__name__} does not take its attention from AttentionInterface")
+    ring.note_layers(base.config.num_hidden_layers)
     if ring.config.layer_chunk_tokens is not None:
         try:
             enable_chunked_layers(base, ring.config.layer_chunk_tokens)

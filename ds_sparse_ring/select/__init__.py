@@ -27,6 +27,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select.bigbird import select_bigbird
+from ds_sparse_ring.select.maps import AttentionMap, attention_map
 from ds_sparse_ring.select.mass import select_by_mass
 from ds_sparse_ring.select.moba import select_moba
 from ds_sparse_ring.select.norm import select_norm
@@ -35,7 +36,7 @@ from ds_sparse_ring.select.recall import estimated_recall, true_recall
 from ds_sparse_ring.select.static import random_diagonals, window_index
 from ds_sparse_ring.select.xattention import select_xattention
 
-__all__ = ["estimated_recall", "select_index", "true_recall"]
+__all__ = ["AttentionMap", "attention_map", "estimated_recall", "select_index", "true_recall"]
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def kept_mass(q: Tensor, k: Tensor, index: Index, groups: list[RowGroup], contex
 
 def _sums(exponentials: Tensor, index: Index, segment: int, row_blocks: Tensor, key_blocks: Tensor) -> Tensor:
     """Sums over all keys, and over those that the index keeps, of ``[H, r, b, T]`` (overwritten): ``[2, H, r]``."""
-    whole, single = _visible(index, segment, row_blocks, key_blocks)
+    whole, single = visible(index, segment, row_blocks, key_blocks)
     by_pattern = exponentials.unflatten(0, (index.patterns, index.heads_per_pattern))
     blocks = by_pattern.sum(-1)  # [P, heads, r, b]
     total = blocks.sum(-1)
@@ -48,7 +48,7 @@ def _sums(exponentials: Tensor, index: Index, segment: int, row_blocks: Tensor, 
     return torch.stack([total, torch.where(whole[:, None], blocks, columns).sum(-1)]).flatten(1, 2)
 
 
-def _visible(index: Index, segment: int, row_blocks: Tensor, key_blocks: Tensor) -> tuple[Tensor, Tensor]:
+def visible(index: Index, segment: int, row_blocks: Tensor, key_blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Key blocks that rows of a segment read in whole, bool ``[P, r, b]``, and which keys are columns, bool ``[P, b, T]``.
 
     What lies in the future may be among them: its probability is 0.

@@ -16,6 +16,7 @@ from ds_sparse_ring.config import (
     CompleteSelector,
     FixedSelector,
     FullSelector,
+    MapsConfig,
     OffloadConfig,
     PriceSelector,
     ScheduleConfig,
@@ -24,7 +25,7 @@ from ds_sparse_ring.config import (
 )
 from ds_sparse_ring.errors import SparseRingError
 
-MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig, ScheduleConfig]
+MODELS = [SparseRingConfig, PriceSelector, TopPSelector, FixedSelector, FullSelector, OffloadConfig, MapsConfig, ScheduleConfig]
 MODELS += CompleteSelector.__subclasses__()
 
 
@@ -56,6 +57,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "layer_chunk_tokens": None,
         "offload": None,
         "true_recall_rows": 0,
+        "maps": None,
         "timeout_s": 600.0,
         "log_steps": 10,
     }
@@ -78,6 +80,7 @@ def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
         {"selector": {"kind": "full"}, "eval_full_index": True, "dense_warmup_steps": 100, "sink_tokens": 0},
         {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
         {"layer_chunk_tokens": 1},
+        {"maps": {"every": 5, "layers": [0, 7], "heads": [3]}},
         {"layer_chunk_tokens": 16384, "offload": {"host_gib": 64}},
         {"offload": {"host_gib": 64, "kv_page_tokens": 65536}},
         {"offload": {"host_gib": 0.5, "disk_path": "/nvme", "disk_gib": 100, "staging_gib": 1}},
@@ -105,6 +108,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"true_recall_rows": -1}, ["sparse_ring.true_recall_rows = -1"]),
     ({"log_steps": 0}, ["sparse_ring.log_steps = 0"]),
     ({"spare_multiprocessors": -1}, ["sparse_ring.spare_multiprocessors = -1"]),
+    ({"maps": {"every": 0}}, ["sparse_ring.maps.every = 0", "Logged steps"]),
+    ({"maps": {"layers": [-1]}}, ["sparse_ring.maps.layers", "greater than or equal to 0"]),
     # wrong words
     ({"layout": "stripe"}, ['sparse_ring.layout = "stripe"', "'striped', 'contiguous' or 'zigzag'"]),
     ({"backend": "rocm"}, ['sparse_ring.backend = "rocm"', "'auto', 'cuda', 'triton', 'cpu' or 'torch'"]),

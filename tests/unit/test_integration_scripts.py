@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import full_state_dict, save_pretrained
-from ds_sparse_ring.run_log import read_run
+from ds_sparse_ring.run_log import read_maps, read_run
 from ds_sparse_ring.train import prepare_data
 from ds_sparse_ring.train.data import train_tokenizer
 from ds_sparse_ring.train.finetune import DataArguments, ModelArguments, build_trainer, checkpoint_to_resume
@@ -172,7 +172,8 @@ class TestPretrain(DistributedTest):
 
     def test_a_run_is_compared_with_its_simulation_from_its_log_alone(self, corpus: Path, tmp_path: Path) -> None:
         values: dict[str, Any] = {"steps": 3, "evaluation_sequences": 0, "sequence_tokens": 960}
-        Pretraining(options(corpus, write_config(tmp_path, 2), tmp_path / "out", **values)).run()
+        config = write_config(tmp_path, 2, maps={"every": 2})
+        Pretraining(options(corpus, config, tmp_path / "out", **values)).run()
         if dist.get_rank() != 0:
             return
         log = tmp_path / "out" / "metrics.jsonl"
@@ -188,6 +189,10 @@ class TestPretrain(DistributedTest):
             assert float(shown[1]) == pytest.approx(line[key], rel=1e-3) and float(shown[2]) > 0
         assert 0 < line["attention_s"] < line["step_s"] and 0 < line["column_density"] < line["density"]
         assert 0 < line["causal_share"] < 1, "a row has several documents"
+        assert read_maps(log.parent).keys() == {2}, "of two logged steps the first"
+        result = CliRunner().invoke(app, ["inspect", str(log.parent)])
+        assert result.exit_code == 0, result.output
+        assert "layer 1, head 2" in (log.parent / "inspect.html").read_text(), "the last layer, the head in the middle"
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_bf16(self, stage: int, corpus: Path, tmp_path: Path) -> None:

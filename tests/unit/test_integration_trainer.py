@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ds_sparse_ring.batch import causal_triangle
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations import memory
+from ds_sparse_ring.integrations import flops, memory
 from ds_sparse_ring.integrations.deepspeed import full_state_dict
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
@@ -273,11 +276,21 @@ class TestMetrics(DistributedTest):
 
     def test_dense_warm_up_density_and_tokens_are_reported(self, tmp_path: Path) -> None:
         rows = make_rows([290] * 4)
-        config = ds_config(selector="price", dense_warmup_steps=2, eval_full_index=True)
-        args = arguments(tmp_path, config, max_steps=4, include_num_input_tokens_seen="all")
+        measured: dict[str, Any] = {"offload": {"host_gib": 0.01}, "true_recall_rows": 8}
+        config = ds_config(selector="price", dense_warmup_steps=2, eval_full_index=True, **measured)
+        boards = ["tensorboard"] if find_spec("tensorboard") else []
+        args = arguments(
+            tmp_path, config, max_steps=4, include_num_input_tokens_seen="all", report_to=boards, **{CHECKPOINTING: True}
+        )
         trainer, recorder = make_trainer(args, rows, eval_dataset=rows)
-        trainer.train()
+        with patch.object(flops, "peak_flops", lambda: 1e12):
+            trainer.train()
         metrics = trainer.evaluate()
+        if dist.get_rank() == 0:
+            self.check_rates(recorder, trainer)
+            self.check_file(tmp_path, recorder)
+            if boards:
+                self.check_board(tmp_path, recorder)
         density = recorder.of("density")
         assert density[:2] == [1.0, 1.0]
         assert all(0.1 < value < 0.9 for value in density[2:])
@@ -288,6 +301,43 @@ class TestMetrics(DistributedTest):
         assert metrics["eval_density"] == 1.0
         assert trainer.state.num_input_tokens_seen == 4 * 290
         assert [entry["layer"] for entry in trainer.attention_metrics["per_layer"]] == [0, 1]
+
+    def check_rates(self, recorder: Any, trainer: Any) -> None:
+        """Tokens and pairs of a step are those of the row that both ranks share."""
+        ranks, pairs = 2, causal_triangle(290)
+        parameters = flops.matrix_parameters(trainer.model)
+        for line in [line for line in recorder.lines if "loss" in line]:
+            assert line["tokens_per_s"] * line["step_s"] == pytest.approx(290)
+            for name, counted in (("executed", pairs * line["density"]), ("dense_equivalent", pairs)):
+                expected = flops.step_flops(trainer.model.config, parameters, 290, counted) / (line["step_s"] * ranks * 1e12)
+                assert line[f"mfu_{name}"] == pytest.approx(expected)
+            kept_bytes = line["peak_host_gib"] * 2**30
+            shard = 3 * 64 * 32 * 4  # the longer shard of 290 tokens: 3 of 5 blocks
+            assert 2 * shard <= kept_bytes <= 0.01 * 2**30, "each layer's input at least"
+            assert line["peak_disk_gib"] == 0
+        sparse = recorder.lines[2]
+        assert sparse["recall_worst"] <= sparse["recall_middle"] <= 1 and 0 < sparse["recall_late"] <= 1
+        assert "recall_middle" not in recorder.lines[0], "dense steps measure no recall"
+
+    def check_file(self, folder: Path, recorder: Any) -> None:
+        """What a run leaves for `ds-sparse-ring inspect`."""
+        start, *lines, evaluation = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert (start["event"], start["step"], start["steps"], start["run"]["world"]) == ("start", 0, 4, 2)
+        assert [line["loss"] for line in lines] == recorder.of("loss")
+        assert all(len(line["per_layer"]) == 2 and line["per_hop"]["forward"]["compute_s"] for line in lines)
+        assert (evaluation["event"], evaluation["step"], evaluation["density"]) == ("evaluation", 4, 1.0)
+
+    def check_board(self, folder: Path, recorder: Any) -> None:
+        """Through Trainer's own callback."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        board = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent)).Reload()
+        steps = {tag: [scalar.value for scalar in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+        for key in ("tokens_per_s", "mfu_executed", "density", "recall", "exposed", "time_imbalance", "peak_host_gib"):
+            assert steps[f"train/{key}"] == pytest.approx(recorder.of(key), rel=1e-5), key
+        layers = [steps[f"train/density_layer_{layer:02}"] for layer in range(2)]
+        assert [sum(values) / 2 for values in zip(*layers, strict=True)] == pytest.approx(recorder.of("density"), rel=1e-5)
+        assert steps["eval/density"] == [1.0]
 
     def test_attention_is_measured_only_for_steps_that_are_logged(self, tmp_path: Path) -> None:
         active: list[bool] = []
