@@ -17,17 +17,18 @@ from ds_sparse_ring.versions import check_versions
 
 if TYPE_CHECKING:
     from ds_sparse_ring.config import SparseRingConfig
-    from ds_sparse_ring.integrations.trainer import SparseRingTrainer
+    from ds_sparse_ring.integrations.trainer import SparseRingMixin, SparseRingTrainer
     from ds_sparse_ring.integrations.transformers import attach
     from ds_sparse_ring.runtime import SparseRing
 
 __version__ = "0.1.0"
 
-__all__ = ["SparseRing", "SparseRingConfig", "SparseRingTrainer", "attach"]
+__all__ = ["SparseRing", "SparseRingConfig", "SparseRingMixin", "SparseRingTrainer", "attach"]
 
 _HOMES = {
     "SparseRing": "ds_sparse_ring.runtime",
     "SparseRingConfig": "ds_sparse_ring.config",
+    "SparseRingMixin": "ds_sparse_ring.integrations.trainer",
     "SparseRingTrainer": "ds_sparse_ring.integrations.trainer",
     "attach": "ds_sparse_ring.integrations.transformers",
 }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, LargeList, Value
+from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from trl import pack_dataset
 
@@ -27,7 +27,7 @@ from ds_sparse_ring.layout import BLOCK
 WINDOW_DOCUMENTS = 1024
 """Documents of a stream that are packed together."""
 
-ROW_FEATURES = Features({"input_ids": LargeList(Value("int32")), "position_ids": LargeList(Value("int32"))})
+ROW_FEATURES = Features({"input_ids": List(Value("int32")), "position_ids": List(Value("int32"))})
 """Columns of packed rows."""
 
 

@@ -77,7 +77,7 @@ class PretrainArguments:
     save_steps: int = field(default=0, metadata={"help": "Steps between checkpoints; 0: at the end only."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in the output folder."})
     seed: int = field(default=0, metadata={"help": "Of weights and of the order of rows."})
-    local_rank: int = field(default=-1, metadata={"help": "Given by the launcher; not used."})
+    local_rank: int = field(default=-1, metadata={"help": "Given by the launcher: the device of this process."})
 
 
 def main() -> None:
@@ -93,6 +93,8 @@ class Pretraining:
     def __init__(self, args: PretrainArguments) -> None:
         self.args = args
         deepspeed.init_distributed()
+        if args.local_rank >= 0:
+            get_accelerator().set_device(args.local_rank)
         set_seed(args.seed)
         tokenizer = load_tokenizer(args.tokenizer, args.model or (args.data and f"{args.data}/tokenizer"))
         self.tokenizer = tokenizer

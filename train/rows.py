@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_sparse_ring.train.data import IGNORED, load_documents, tokenize
 from ds_sparse_ring.train.packing import ROW_FEATURES, pack_documents, pack_stream
 
 _SUMMARY = "packing.json"
+_TOKENIZING = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
@@ -203,16 +205,18 @@ def first_of_host() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
+    # a group of its own: tokenizing takes longer than operations may, and NCCL would need a device that is not chosen yet
+    group = dist.new_group(backend="gloo", timeout=_TOKENIZING)
     hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, os.uname().nodename)
+    dist.all_gather_object(hosts, os.uname().nodename, group=group)
     first = hosts.index(os.uname().nodename) == dist.get_rank()
     if not first:
-        dist.barrier()
+        dist.barrier(group)
     try:
         yield
     finally:  # also after an error, which the others then meet by themselves
         if first:
-            dist.barrier()
+            dist.barrier(group)
 
 
 class RowStream:

@@ -264,7 +264,7 @@ class TestFinetune(DistributedTest):
         command = f"""--deepspeed {config} --tokenizer {corpus / "tokenizer"} --text {corpus / "text"} --sequence_tokens 192
             --evaluation_sequences 3 --output_dir {tmp_path / "out"} --max_steps 4 --save_steps 2 --logging_steps 1
             --learning_rate 3e-3 --report_to none --disable_tqdm true --{CHECKPOINTING}
-            --per_device_eval_batch_size 1 --resume_from_checkpoint last"""
+            --per_device_eval_batch_size 1 --resume_from_checkpoint last --streaming"""
         words = [*command.split(), "--fresh_config", json.dumps(FRESH)]
         words += ["--use_cpu"] if rank_device().type == "cpu" else []
         trainer = self.train(words)

@@ -1,0 +1,94 @@
+"""The pages of docs/how-to: their Python runs as it stands, from top to bottom, and so do their commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from typer.testing import CliRunner
+
+from ds_sparse_ring.train import prepare_data
+from ds_sparse_ring.train.data import train_tokenizer
+from ds_sparse_ring.train.model import build_model, load_config
+from tests.common import DistributedTest
+
+from .test_integration_scripts import FRESH, TEXTS
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "how-to"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages take for granted: corpus/, model/ and ds_configs/; data/ is made by a command of theirs."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "corpus").mkdir()
+    for i, text in enumerate(TEXTS):
+        (folder / "corpus" / f"{i}.txt").write_text(text)
+    tokenizer = train_tokenizer(TEXTS, folder / "model", vocab_size=270)
+    config = load_config(None, json.dumps(FRESH), tokenizer, sequence_tokens=192)
+    build_model(config, None, dtype=torch.float32).save_pretrained(folder / "model")
+    shutil.copytree(ROOT / "ds_configs", folder / "ds_configs")
+    (command,) = blocks("packing.md", "bash")
+    python, script, *options = shlex.split(command)
+    assert (python, script) == ("python", "train/prepare_data.py") and (ROOT / script).is_file()
+    here = os.getcwd()
+    try:
+        os.chdir(folder)
+        result = CliRunner().invoke(prepare_data.app, options)
+    finally:
+        os.chdir(here)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_all_pages_are_run_here() -> None:
+    assert sorted(page.name for page in PAGES.glob("*.md")) == ["lora.md", "own-loop.md", "own-trainer-script.md", "packing.md"]
+    for page in PAGES.glob("*.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+class TestPages(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("page", ["lora.md", "own-loop.md", "own-trainer-script.md", "packing.md"])
+    def test_a_page_runs_as_it_stands(self, page: str, workplace: Path, tmp_path: Path) -> None:
+        if page == "lora.md":
+            pytest.importorskip("peft")
+        if dist.get_rank() == 0:
+            for part in workplace.iterdir():
+                (tmp_path / part.name).symlink_to(part)
+        dist.barrier()
+        here, names = os.getcwd(), {"__name__": "page"}
+        found: dict[str, Any] = names
+        try:
+            os.chdir(tmp_path)
+            for block in blocks(page, "python"):
+                exec(compile(block, page, "exec"), found)
+        finally:
+            os.chdir(here)
+        if page == "lora.md":
+            assert (tmp_path / "out" / "adapters" / "adapter_config.json").is_file()
+        if page in ("own-loop.md", "own-trainer-script.md"):
+            dist.barrier()
+            found.pop("in_force", None)
+            unset_hf_deepspeed_config()
+            AutoTokenizer.from_pretrained(tmp_path / "model")
+            trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").state_dict()
+            before = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+            assert any(not torch.equal(trained[name].float(), before[name].float()) for name in before)
