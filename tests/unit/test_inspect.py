@@ -137,7 +137,7 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "metrics.jsonl cannot be read: No such file" in result.output
     write(tmp_path, {"event": "start", "step": 0})
     assert "has no logged step" in inspect(tmp_path).output
-    write(tmp_path, step(1))
+    write(tmp_path, {"step": 1, "loss": 1.0})
     assert "cannot be written: No such file" in inspect(tmp_path, "--output", tmp_path / "no" / "page.html").output
     (tmp_path / "maps").mkdir()
     (tmp_path / "maps" / "step00000001.npz").write_bytes(b"nothing")
