@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
 
 test: lint unlock
-	@$(BIN)/python -m pytest tests/unit
+	@$(BIN)/python -m pytest -n 2 tests/unit
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -n 8 tests/gpu tests/unit/test_select_triton.py

@@ -97,6 +97,7 @@ def _ops_table() -> Table:
     from ds_sparse_ring.op_builder import ALL_BUILDERS
 
     ops = Table("op of ds_sparse_ring", "installed", "compatible", "remark", title="compiled ops", title_justify="left")
+    ops.columns[0].no_wrap = True  # a narrow terminal shortens the remark
     for builder in (make() for make in ALL_BUILDERS):
         prebuilt, compatible = builder.is_prebuilt(), builder.is_compatible()
         remark = "" if prebuilt else "compiled when first used" if compatible else str(builder.error_log)

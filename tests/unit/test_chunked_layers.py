@@ -271,8 +271,8 @@ class TestMemory:
         assert three - one == 2 * 448 * (2 * WHOLE + lse)
 
     def test_the_backward_pass_holds_few_tensors_of_the_whole_shard(self) -> None:
-        short, long = (measured(16, tokens=tokens)[1] for tokens in (896, 1792))
-        held = (long - short) / 896 / WHOLE
+        short, long = (measured(16, tokens=tokens)[1] for tokens in (448, 896))
+        held = (long - short) / 448 / WHOLE
         # x, dy, dx, q, k and v, o, do; and what attention makes: dq (in the kernel once more), k and v in a row and their
         # gradients; cos and sin, lse and the like
         assert held < 7 + 4 + 1, f"{held:.2f} tensors"

@@ -233,8 +233,10 @@ class TestData(DistributedTest):
         with pytest.raises(SparseRingError, match="drew different batches"):
             trainer.train()
 
-    @pytest.mark.parametrize("degree", [1, 2])
-    @pytest.mark.parametrize("kind", ["map", "arrow", "iterable", "arrow_iterable", "workers"])
+    @pytest.mark.parametrize(
+        ("kind", "degree"),
+        [(kind, degree) for kind in ("map", "arrow", "iterable", "arrow_iterable") for degree in (1, 2)] + [("workers", 1)],
+    )
     def test_every_kind_of_dataset_is_read_along_the_data_axis(self, kind: str, degree: int, tmp_path: Path) -> None:
         rows = make_rows([150, 201, 64, 97])
         arrow = datasets.Dataset.from_dict({"input_ids": [r["input_ids"].tolist() for r in rows], "extra": ["x"] * 4})

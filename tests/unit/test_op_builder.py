@@ -132,8 +132,9 @@ def test_sources_are_absolute_for_the_jit_and_relative_for_setuptools() -> None:
     assert "-march=native" not in builder.cxx_args()
 
 
-def test_the_report_lists_our_ops_and_those_of_deepspeed() -> None:
-    result = CliRunner().invoke(app, ["report"], env={"COLUMNS": "200"})
+@pytest.mark.parametrize("columns", ["200", "80"])
+def test_the_report_lists_our_ops_and_those_of_deepspeed(columns: str) -> None:
+    result = CliRunner().invoke(app, ["report"], env={"COLUMNS": columns})
     assert result.exit_code == 0, result.output
     for builder in ALL_BUILDERS:
         assert builder.NAME in result.output

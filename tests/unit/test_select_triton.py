@@ -334,7 +334,6 @@ class TestRingSelection(DistributedTest):
             {"selector": PRICE, "segment_tokens": 128},
             {"selector": PRICE, "layout": "zigzag", "probe": "previous", "segment_tokens": 64},
             {"selector": TOP_P, "segment_tokens": None},
-            {"selector": FIXED, "segment_tokens": None},
             {"selector": FIXED, "layout": "zigzag", "segment_tokens": 128, "probe": "previous", "heads_per_pattern": 2},
             {"selector": {**TOP_P, "max_columns": 50}, "segment_tokens": 128, "probe_tokens": 37, "sink_tokens": 0},
         ]
