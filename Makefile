@@ -6,6 +6,7 @@
 # make bench-cpu      the CPU kernels beside PyTorch's dense attention
 # make test-sanitize  the kernel tests under the address and undefined-behaviour sanitizers
 # make test-prebuilt  installs with DS_BUILD_OPS=1 into an environment of its own and runs the kernels from there
+# make docs    the API reference from docstrings, as HTML in build/docs
 # make format  let ruff put the sources into shape
 # make clean   remove everything that was made
 #
@@ -25,7 +26,7 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-gpu test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu lint format clean
+.PHONY: demo test test-gpu test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu docs lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
@@ -49,6 +50,10 @@ test-prebuilt: $(INSTALLED)
 
 bench-cpu: $(INSTALLED)
 	@$(BIN)/python -m ds_sparse_ring.bench.cpu
+
+docs: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	@$(BIN)/python docs/make_reference.py build/docs
 
 # A build of DeepSpeed's that was killed leaves its lock file, on which the next one would wait for ever. A live build has it open.
 unlock:

@@ -2,7 +2,7 @@
 
 ``deepspeed.sequence.layer.DistributedAttention`` (arXiv 2309.14509) exchanges heads for tokens within a group of ranks, attends
 by a module that it was given, and exchanges back. That module can be a `RingLocalAttention`, which attends over the ring that
-the groups form::
+the groups form:
 
     DistributedAttention(RingLocalAttention(ring, layer=0), ring.axes.ulysses_group)
 

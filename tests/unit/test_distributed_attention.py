@@ -156,13 +156,13 @@ class _Model(nn.Module):
         return self.core(q, k, v, rotary).flatten(2) @ self.out
 
 
-def _readme_example() -> str:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    section = text.split("## In Megatron-DeepSpeed or your own model")[1]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+def _example() -> str:
+    """The class of the how-to page, which wraps ours."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "megatron-style-model.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
 
 
-class TestTheExampleOfTheReadme(DistributedTest):
+class TestTheExampleOfTheHowTo(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("selector", [FULL, PRICE])
@@ -171,10 +171,11 @@ class TestTheExampleOfTheReadme(DistributedTest):
         ids = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(2))  # two rows: two documents
         for degrees in ({"ulysses_degree": 2}, {}, {"degree": 1}):
             ring = SparseRing(SparseRingConfig(selector=selector, segment_tokens=128, **degrees))
-            names: dict[str, Any] = {"torch": torch, "ring": ring, "ids": ids}
-            exec(_readme_example(), names)
+            names: dict[str, Any] = {}
+            exec(_example(), names)
             core = _masked_core(ring, rotary) if degrees == {"degree": 1} else copy.deepcopy(names["Attention"](ring, layer=0))
-            model, batch = _Model(core), on_rank(names["batch"])
+            model, batch = _Model(core), on_rank(ring.sequence_batch({"input_ids": ids, "labels": ids}))
+            ring.sequence = batch["sparse_ring"]
             logits = model(batch["input_ids"], rotary)
             loss = cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), ignore_index=IGNORE, reduction="sum")
             loss.backward()

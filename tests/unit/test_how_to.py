@@ -27,6 +27,8 @@ from .test_integration_scripts import FRESH, TEXTS
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "how-to"
 
+RUN = ["lora.md", "megatron-style-model.md", "own-loop.md", "own-trainer-script.md", "packing.md", "when-it-hangs.md"]
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -56,17 +58,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_pages_are_run_here() -> None:
-    assert sorted(page.name for page in PAGES.glob("*.md")) == ["lora.md", "own-loop.md", "own-trainer-script.md", "packing.md"]
-    for page in PAGES.glob("*.md"):
-        for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).is_file(), f"{page.name}: {link}"
+def test_all_pages_with_code_are_run_here() -> None:
+    with_code = {page.name for page in PAGES.glob("*.md") if blocks(page.name, "python")}
+    assert with_code == {*RUN, "evaluation.md"}, "that page continues a script of the reader's"
 
 
 class TestPages(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("page", ["lora.md", "own-loop.md", "own-trainer-script.md", "packing.md"])
+    @pytest.mark.parametrize("page", RUN)
     def test_a_page_runs_as_it_stands(self, page: str, workplace: Path, tmp_path: Path) -> None:
         if page == "lora.md":
             pytest.importorskip("peft")
@@ -84,6 +84,8 @@ class TestPages(DistributedTest):
             os.chdir(here)
         if page == "lora.md":
             assert (tmp_path / "out" / "adapters" / "adapter_config.json").is_file()
+        if page == "megatron-style-model.md":
+            assert found["engine"].global_steps == 2 and torch.isfinite(found["loss_sum"])
         if page in ("own-loop.md", "own-trainer-script.md"):
             dist.barrier()
             found.pop("in_force", None)
