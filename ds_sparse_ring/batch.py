@@ -27,6 +27,13 @@ IGNORE = -100
 """Label that is no target, as in PyTorch and Transformers."""
 
 _USED = {"input_ids", "labels", "attention_mask", "position_ids"}
+_WHOLE = (torch.int64, torch.int32)
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "input_ids": _WHOLE,
+    "position_ids": _WHOLE,
+    "labels": (torch.int64,),  # as cross_entropy takes them
+    "attention_mask": (*_WHOLE, torch.bool, torch.uint8, torch.int8, torch.float32, torch.float16, torch.bfloat16),
+}
 # say again what position_ids say, for kernels of other libraries
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths"}
 _REDUNDANT = _BOUNDS | {"max_length_q", "max_length_k", "length"}
@@ -49,6 +56,7 @@ class Sequence:
         shape: ``(B, S)`` of the original batch. documents: its documents in stream order.
         layout, rank: whose part the batch holds. segments: the selector's query groups.
         digest: checksum of the whole batch's tokens; ranks of a ring that drew different batches differ in it.
+        highest_word: largest number of a token or label in the whole batch; a model's vocabulary must hold it.
     """
 
     shape: tuple[int, int]
@@ -57,6 +65,7 @@ class Sequence:
     rank: int
     segments: tuple[Segment, ...]
     digest: int
+    highest_word: int
 
     @property
     def tokens(self) -> int:
@@ -120,7 +129,8 @@ def shard_batch(
         ``shift_labels`` ``[1, n]``, both already shifted.
 
     Raises:
-        SparseRingError: unknown entries, shapes that differ, holes in the mask, an empty batch.
+        SparseRingError: unknown entries, shapes that differ, other dtypes, numbers that are no token, holes in the mask, an
+            empty batch.
     """
     input_ids = _checked(batch)
     documents = _documents(batch, input_ids)
@@ -133,6 +143,7 @@ def shard_batch(
         rank=rank,
         segments=make_segments(lengths, layout.blocks, segment_tokens),
         digest=zlib.crc32(input_ids.cpu().numpy().tobytes()),
+        highest_word=_highest_word(batch),
     )
     local = {"input_ids": _place(input_ids, sequence, 0), "position_ids": _positions(batch, sequence)}
     if batch.get("labels") is not None:
@@ -142,6 +153,10 @@ def shard_batch(
 
 
 def _checked(batch: Mapping[str, Any]) -> Tensor:
+    if not isinstance(batch, Mapping):
+        raise SparseRingError(
+            f"batch: it is a {type(batch).__name__}, not a mapping: give tensors by name, at least 'input_ids' [batch, sequence]"
+        )
     given = {key for key, value in batch.items() if value is not None}
     if "sparse_ring" in given or "shift_labels" in given:
         raise SparseRingError(
@@ -149,7 +164,7 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
             "SparseRing.sequence_batch or to its collator once, with unshifted 'labels'"
         )
     if "input_ids" not in given:
-        raise SparseRingError(f"batch: 'input_ids' is missing; found {sorted(given)}")
+        raise SparseRingError(f"batch: 'input_ids' is missing; found {sorted(given)}: give tokens, embeddings cannot be sharded")
     unknown = given - _USED - _REDUNDANT
     if unknown:
         raise SparseRingError(
@@ -170,7 +185,26 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
                 f"batch: '{key}' has shape {tuple(batch[key].shape)}, 'input_ids' {tuple(input_ids.shape)}; "
                 "all must be [batch, sequence]"
             )
+        if batch[key].dtype not in _DTYPES[key]:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[key])
+            raise SparseRingError(f"batch: '{key}' has dtype {batch[key].dtype}, it must be {wanted}: convert it in the collator")
     return input_ids
+
+
+def _highest_word(batch: Mapping[str, Any]) -> int:
+    """Of tokens and labels; on a GPU, a number that the model has no word for would only be an assertion inside of a kernel."""
+    highest, labels = int(batch["input_ids"].max()), batch.get("labels")
+    if (lowest := int(batch["input_ids"].min())) < 0:
+        raise SparseRingError(
+            f"batch: 'input_ids' holds {lowest}, which is no token: fill up rows with the tokenizer's pad_token_id "
+            f"({IGNORE} is for 'labels')"
+        )
+    if labels is None:
+        return highest
+    if bool(((labels < 0) & (labels != IGNORE)).any()):
+        wrong = int(labels[(labels < 0) & (labels != IGNORE)][0])
+        raise SparseRingError(f"batch: 'labels' holds {wrong}, which is no token: mark what is no target with {IGNORE}")
+    return max(highest, int(labels.max()))
 
 
 def _documents(batch: Mapping[str, Any], input_ids: Tensor) -> tuple[DocumentRows, ...]:
@@ -184,7 +218,10 @@ def _documents(batch: Mapping[str, Any], input_ids: Tensor) -> tuple[DocumentRow
             bounds = [begin, *jumps.tolist(), end]
         documents += [DocumentRows(row, a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
     if not documents:
-        raise SparseRingError("batch: it has no token that the attention mask keeps")
+        raise SparseRingError(
+            "batch: it has no token that the attention mask keeps: 1 in 'attention_mask' is a token, 0 is padding; leave out "
+            "rows without any"
+        )
     return tuple(documents)
 
 

@@ -448,6 +448,11 @@ class SparseRingConfig(_Strict):
             SparseRingError: if the file cannot be read, the section is missing or anything in it is refused, or if the
                 configuration holds a section that cannot work beside ours.
         """
+        if not isinstance(source, Mapping | str | Path):
+            raise SparseRingError(
+                f"the DeepSpeed configuration is {type(source).__name__}: give the path of its JSON file, or a mapping "
+                f'with a section "{cls.SECTION}"'
+            )
         config = source if isinstance(source, Mapping) else load_ds_json(source)
         where = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
         section = section_of(config, cls.SECTION, where)

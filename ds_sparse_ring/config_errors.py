@@ -23,6 +23,14 @@ _FOREIGN_SECTIONS = {
     ),
 }
 
+# What is no key here for a reason, and what to do instead.
+_NO_KEYS = {
+    "causal": "attention is always causal; leave it out, and keep other models on their own attention",
+    "dropout": "the kernels have none; leave it out",
+    "sequence_parallel_size": 'write "degree", the ranks that share a sequence',
+    "sp_size": 'write "degree", the ranks that share a sequence',
+}
+
 
 def section_of(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     """The section ``name`` of a DeepSpeed configuration; ``where`` says in messages where the configuration is from.
@@ -71,6 +79,16 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], se
     return "\n  ".join([f'{len(lines)} problems in the section "{section}":', *lines])
 
 
+def list_problems(error: ValidationError) -> str:
+    """What pydantic found, in one line: for files whose fields are no user's settings."""
+    found = []
+    for problem in error.errors():
+        path, kind = ".".join(map(str, problem["loc"])), problem["type"]
+        what = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(kind)
+        found.append(f"{path} {what}" if what else f"{path} = {_shown(problem['input'])}: {problem['msg']}")
+    return "; ".join(found)
+
+
 def _describe(problem: Any, model: type[BaseModel], section: str) -> str:
     keys, owner = _locate(problem["loc"], model)
     path = ".".join([section, *keys])
@@ -82,7 +100,7 @@ def _describe(problem: Any, model: type[BaseModel], section: str) -> str:
     if kind == "union_tag_invalid":
         return f"{path}.kind = {_shown(context['tag'])} is unknown: use one of {_kind_names(owner, keys[-1])}"
     if kind == "missing":
-        return f"{path} is missing ({_sentence(owner.model_fields[keys[-1]].description or '')})"
+        return f"{path} is missing: set it ({_sentence(owner.model_fields[keys[-1]].description or '')})"
     if kind == "value_error":  # raised by our own cross-field checks, whose text starts with the key
         return f"{path}.{context['error']}"
     field = owner.model_fields.get(keys[-1]) if keys else None
@@ -144,6 +162,8 @@ def _nearest(key: str, owner: type[BaseModel], model: type[BaseModel], section: 
     for name in model.model_fields:
         if (part := _part(model, name)) is not None and part is not owner and key in part.model_fields:
             homes.append(f'the object "{name}"')
+    if key in _NO_KEYS:
+        return _NO_KEYS[key]
     if key in model.model_fields:
         return f'it belongs one level up, into the section "{section}"'
     if homes:

@@ -74,7 +74,7 @@ class SequenceContext:
         """
         share = self.axes.ulysses_size if self.heads_exchanged else 1
         tokens, q_shape, k_shape = self.layout.local_tokens * share // self.axes.ulysses_size, tuple(q.shape), tuple(k.shape)
-        if q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
+        if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != 1 or q_shape[2] != tokens or k_shape[2] != tokens:
             raise SparseRingError(
                 f"attention: queries {q_shape} and keys {k_shape} do not fit this sequence, whose shard is [1, heads, {tokens}, "
                 "head size]: pass the batch that SparseRing.sequence_batch made, unchanged and without a KV cache"

@@ -27,7 +27,12 @@ def load_ds_json(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise SparseRingError(f"cannot read the DeepSpeed configuration {path}: {error.strerror}") from None
+        raise SparseRingError(
+            f"cannot read the DeepSpeed configuration {path}: {error.strerror}: give the path of a JSON file, such as "
+            "ds_configs/zero3.json"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise SparseRingError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as such") from None
     try:
         config = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -38,7 +43,9 @@ def load_ds_json(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise SparseRingError(f"{path}: {error}") from None
     if not isinstance(config, dict):
-        raise SparseRingError(f"{path} holds {type(config).__name__}, not an object with DeepSpeed's settings")
+        raise SparseRingError(
+            f"{path} holds {type(config).__name__}, not an object with DeepSpeed's settings: write them between braces"
+        )
     return config
 
 
@@ -51,7 +58,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is no JSON number: write one, or leave the key out")
 
 
 def resolve_auto(

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
 
 
@@ -132,10 +133,14 @@ def load_hardware(name: str) -> Hardware:
     for profile in _PROFILES:
         if profile.name == name:
             return profile
+    known = ", ".join(profile.name for profile in _PROFILES)
     if not Path(name).is_file():
-        known = ", ".join(profile.name for profile in _PROFILES)
         raise SparseRingError(f"hardware: {name!r} is neither a file nor one of {known}")
     try:
         return Hardware(**json.loads(Path(name).read_text(encoding="utf-8")))
-    except (ValidationError, json.JSONDecodeError, TypeError) as error:
-        raise SparseRingError(f"hardware: {name}: {error}") from None
+    except (ValueError, TypeError) as error:  # other fields, no JSON, no object
+        what = list_problems(error) if isinstance(error, ValidationError) else error
+        raise SparseRingError(
+            f"hardware: {name}: {what}. Give a JSON object with the fields of Hardware (ds_sparse_ring/hardware.py), or one of "
+            f"{known}"
+        ) from None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.plan import InnerKind
@@ -19,18 +20,43 @@ StatesOn = Literal["device", "host", "disk"]
 
 
 class ModelShape(BaseModel):
-    """The sizes of a decoder, by the names of Transformers' configurations."""
+    """The sizes of a decoder, by the names of Transformers' configurations.
+
+    Without ``num_key_value_heads`` every query head has keys and values of its own.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    head_dim: int | None = None
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    vocab_size: PositiveInt
+    head_dim: PositiveInt | None = None
     tie_word_embeddings: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_heads(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("num_key_value_heads") is None and "num_attention_heads" in values:
+            return {**values, "num_key_value_heads": values["num_attention_heads"]}
+        return values
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> ModelShape:
+        """From a model's configuration; ``where`` names it in messages.
+
+        Raises:
+            SparseRingError: a size is missing or no number.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise SparseRingError(
+                f"model: the sizes of a decoder cannot be read from {where}: {list_problems(error)}. Add them there, by the "
+                "names of Llama's config.json"
+            ) from None
 
     @property
     def head_size(self) -> int:
@@ -71,14 +97,20 @@ def load_shape(name: str) -> ModelShape:
     """A named shape, or that of a folder with ``config.json``.
 
     Raises:
-        SparseRingError: neither.
+        SparseRingError: neither, or a file that does not say what sizes the model has.
     """
     if name in SHAPES:
         return SHAPES[name]
     file = Path(name) / "config.json"
     if not file.is_file():
         raise SparseRingError(f"model: {name!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
-    return ModelShape(**json.loads(file.read_text(encoding="utf-8")))
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SparseRingError(f"model: {file} is no JSON ({error}): give the folder of a saved model") from None
+    if not isinstance(values, dict):
+        raise SparseRingError(f"model: {file} holds {type(values).__name__}, not an object: give the folder of a saved model")
+    return ModelShape.of(values, str(file))
 
 
 @dataclass(frozen=True)
@@ -149,15 +181,29 @@ def schedules(job: Job) -> list[Schedule]:
 
 
 def states_of(ds: Mapping[str, Any]) -> dict[str, Any]:
-    """``zero_stage``, ``optimizer_on`` and ``weights_on`` of a `Job`, from a DeepSpeed configuration."""
-    zero = ds.get("zero_optimization", {})
+    """``zero_stage``, ``optimizer_on`` and ``weights_on`` of a `Job`, from a DeepSpeed configuration.
+
+    Raises:
+        SparseRingError: a section that is no object, or a stage that DeepSpeed has not.
+    """
+    zero = _object(ds, "zero_optimization", "")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise SparseRingError(f"zero_optimization.stage = {json.dumps(stage)}: use 0, 1, 2 or 3")
 
     def place(section: str) -> StatesOn:
-        device = (zero.get(section) or {}).get("device", "none")
+        device = _object(zero, section, "zero_optimization.").get("device", "none")
         return {"cpu": "host", "nvme": "disk"}.get(device, "device")  # type: ignore[return-value]
 
     return {
-        "zero_stage": int(zero.get("stage", 0)),
+        "zero_stage": int(stage),
         "optimizer_on": place("offload_optimizer"),
         "weights_on": place("offload_param"),
     }
+
+
+def _object(values: Mapping[str, Any], key: str, path: str) -> Mapping[str, Any]:
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise SparseRingError(f"{path}{key} = {json.dumps(found)} is no object: write DeepSpeed's settings between braces")
+    return found

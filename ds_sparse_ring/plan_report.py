@@ -51,8 +51,13 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     console.print(f"fastest that fits: {_settings(best.schedule)}")
     console.print(f"its device memory: {_parts(best.memory)}")
     if timeline is not None:
-        save_trace(best.backward.events, timeline)
-        save_timeline(best.backward.events, timeline.with_suffix(".png"))
+        try:
+            save_trace(best.backward.events, timeline)
+            save_timeline(best.backward.events, timeline.with_suffix(".png"))
+        except OSError as error:
+            raise SparseRingError(
+                f"plan: --timeline {timeline} cannot be written: {error.strerror}: give a file in a folder that exists"
+            ) from None
         console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
 
 
@@ -141,7 +146,7 @@ def parse_tokens(text: str) -> int:
     digits = text[:-1] if scale > 1 else text
     try:
         tokens = round(float(digits) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or infinity
         tokens = 0
     if tokens < 1:
         raise SparseRingError(f"plan: {text!r} is no number of tokens; write 131072, 128K or 1M")

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.job import ModelShape
 from ds_sparse_ring.select import AttentionMap
@@ -174,7 +175,10 @@ def read_run(path: Path) -> RunLog:
         job = RunJob(**lines[starts[-1]]["job"])
         config = SparseRingConfig(**job.sparse_ring)
     except (ValidationError, SparseRingError, TypeError) as error:
-        raise SparseRingError(f"log: {path} was written by another version of this package: {error}") from None
+        what = list_problems(error) if isinstance(error, ValidationError) else error
+        raise SparseRingError(
+            f"log: {path} was written by another version of this package ({what}): read it with that one, or run again"
+        ) from None
     steps = [line for line in lines[starts[-1] :] if "event" not in line and "attention_s" in line]
     sparse = [line for line in steps if line["step"] > config.dense_warmup_steps]
     if not sparse:

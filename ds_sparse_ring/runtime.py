@@ -95,14 +95,33 @@ class SparseRing:
         )
 
     def count_targets(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
-        """Valid targets of local batches, summed over batches and all ranks: int64 scalar. Collective over the world."""
-        counts = [(batch["shift_labels"] != IGNORE).sum() for batch in batches if "shift_labels" in batch]
-        if not counts:
-            raise SparseRingError("count_targets: no batch with labels was given; make batches from 'input_ids' and 'labels'")
+        """Valid targets of local batches, summed over batches and all ranks: int64 scalar. Collective over the world.
+
+        Raises:
+            SparseRingError: no batch, or one without labels, whose model would give no loss.
+        """
+        batches = list(batches)
+        if not batches or any("shift_labels" not in batch for batch in batches):
+            lacking = [i for i, batch in enumerate(batches) if "shift_labels" not in batch]
+            what = f"batches {lacking} of {len(batches)} have none" if lacking else "none was given"
+            raise SparseRingError(
+                f"count_targets: needs batches with labels, but {what}: make them by SparseRing.sequence_batch from 'input_ids' "
+                "and 'labels'"
+            )
+        counts = [(batch["shift_labels"] != IGNORE).sum() for batch in batches]
         return self.axes.world_sum(torch.stack(counts).sum())
 
     def gather(self, x: Tensor, sequence: Sequence) -> Tensor:
-        """``[1, n, ...]`` of every rank of the ring -> ``[B, S, ...]`` of the original batch. Collective over the ring."""
+        """``[1, n, ...]`` of every rank of the ring -> ``[B, S, ...]`` of the original batch. Collective over the ring.
+
+        Raises:
+            SparseRingError: another number of tokens than the sequence has on this rank.
+        """
+        if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] != sequence.layout.local_tokens:
+            raise SparseRingError(
+                f"gather: a tensor {tuple(x.shape)} is no part of this sequence, whose parts have {sequence.layout.local_tokens} "
+                "tokens: give [1, tokens, ...], as the model returns it for the batch of SparseRing.sequence_batch"
+            )
         parts = self.axes.sequence_gather(x[0].contiguous())
         return sequence.restore(sequence.layout.unshard(parts))
 

@@ -28,6 +28,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
+from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -41,6 +42,10 @@ IGNORED = -100
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_LEAVES = {
+    "text": {"string", "large_string", "string_view", "null"},
+    "input_ids": {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"null"},
+}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _TOKENS = Features({"input_ids": LargeList(Value("int32")), "length": Value("int64")})
 _BATCH_DOCUMENTS = 64
@@ -93,11 +98,22 @@ def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> A
             parts += [_saved(folder, streaming) for folder in group]
         else:
             options = {"sample_by": "document"} if kind == "text" else {}
-            parts.append(load_dataset(kind, data_files=list(group), split="train", streaming=streaming, **options))
+            parts.append(_read_files(kind, list(group), streaming, options))
     columns = [_used_column(part) for part in parts]
     if len(set(columns)) > 1:
         raise SparseRingError(f"text: {list(map(str, paths))} mix text and tokens; give them in runs of their own")
     return concatenate_datasets([part.select_columns([columns[0]]) for part in parts])
+
+
+def _read_files(kind: str, files: list[str], streaming: bool, options: dict[str, Any]) -> Any:
+    try:
+        return load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise SparseRingError(
+            f"text: of {files[:3]}{' and others' if files[3:] else ''} one cannot be read as {kind} ({reason}): text must be "
+            "UTF-8, JSON lines one object a line with the same keys"
+        ) from error
 
 
 def _used_column(part: Any) -> str:
@@ -105,7 +121,16 @@ def _used_column(part: Any) -> str:
     column = next((name for name in ("input_ids", "text") if name in names), None)
     if column is None:
         raise SparseRingError(f"text: records have the columns {names}; one called 'text' is needed, or tokens as 'input_ids'")
+    kind = (part.features or {}).get(column)  # a stream may not know it yet
+    if kind is not None and _leaf(kind) not in _LEAVES[column]:
+        wanted = "text" if column == "text" else "a list of whole numbers"
+        raise SparseRingError(f"text: the column '{column}' holds {_leaf(kind)}: convert it, it must be {wanted}")
     return column
+
+
+def _leaf(kind: Any) -> str:
+    """The type in a column, or in the lists of a column of tokens."""
+    return str(getattr(getattr(kind, "feature", kind), "dtype", kind))
 
 
 def _column_names(part: Any) -> list[str]:
@@ -119,7 +144,12 @@ def _generated(generator: Any, arguments: dict[str, Any], streaming: bool) -> An
 
 
 def _saved(folder: str, streaming: bool) -> Any:
-    dataset = load_from_disk(folder)
+    try:
+        dataset = load_from_disk(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SparseRingError(
+            f"text: {folder} is not whole ({error}): save it again by Dataset.save_to_disk, or give its files by a pattern"
+        ) from None
     if not isinstance(dataset, Dataset):
         raise SparseRingError(f"text: {folder} holds several splits, {sorted(dataset)}: give the folder of one of them")
     return dataset.to_iterable_dataset() if streaming else dataset
@@ -142,6 +172,8 @@ def _mds_rows(folder: str, index: str) -> Iterator[dict[str, Any]]:
     for i in range(len(dataset)):
         row = dataset[i]
         if "input_ids" not in row:
+            if "text" not in row:
+                raise SparseRingError(f"text: shards in {folder} have the columns {sorted(row)}; 'text' or 'input_ids' is needed")
             yield {"text": row["text"]}
             continue
         tokens = np.asarray(row["input_ids"]).astype(np.int32)
@@ -159,8 +191,12 @@ def _is_mds(folder: str) -> bool:
     index = Path(folder) / "index.json"
     if not index.is_file():
         return False
-    shards = json.loads(_mds_index(folder)).get("shards")
-    if not shards or any(shard.get("format") != "mds" for shard in shards):
+    try:
+        found = json.loads(_mds_index(folder))
+    except ValueError:
+        return False
+    shards = found.get("shards") if isinstance(found, dict) else None
+    if not isinstance(shards, list) or not shards or any(dict(shard).get("format") != "mds" for shard in shards):
         return False
     if importlib.util.find_spec("streaming") is None:
         raise SparseRingError(

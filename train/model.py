@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.model_checks import MODEL_TYPES
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 
@@ -27,7 +29,7 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
     """The tokenizer in ``folder``, or beside the model if no folder is given.
 
     Raises:
-        SparseRingError: if there is none.
+        SparseRingError: if there is none, or one that cannot be loaded.
     """
     source = folder or model
     if source is None or not (Path(source) / "tokenizer_config.json").is_file():
@@ -35,7 +37,13 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
             f"no tokenizer in {source}: give --tokenizer a folder that a tokenizer was saved to (train_tokenizer of "
             "ds_sparse_ring.train.data makes one)"
         )
-    return AutoTokenizer.from_pretrained(source)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SparseRingError(
+            f"tokenizer: Transformers cannot load {source}: {reason}. Save it again by tokenizer.save_pretrained"
+        ) from error
 
 
 def load_config(
@@ -55,26 +63,60 @@ def load_config(
         sequence_tokens: of a row of training data. yarn_from: if not 0, `set_yarn` from so many tokens to a row's.
 
     Raises:
-        SparseRingError: neither or both are given, or the vocabulary is too small for the tokenizer.
+        SparseRingError: neither or both are given, what they hold is no model's configuration, or the vocabulary is too small for
+            the tokenizer.
     """
     if (model is None) == (fresh_config is None):
-        raise SparseRingError("give either --model FOLDER or --fresh_config JSON")
+        raise SparseRingError(
+            f"--model {model} and --fresh_config {fresh_config}: give either --model FOLDER or --fresh_config JSON"
+        )
     if fresh_config is not None:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         known = {"vocab_size": len(tokenizer), "max_position_embeddings": sequence_tokens, **special}
         values = {**known, **_json(fresh_config)}
         if "model_type" not in values:
             raise SparseRingError('--fresh_config needs a "model_type", for example "llama"')
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config = _fresh(values.pop("model_type"), values)
     else:
-        config = AutoConfig.from_pretrained(str(model))
-    if config.vocab_size < len(tokenizer):
+        config = _of_folder(str(model))
+    words = getattr(config, "vocab_size", None)
+    if words is None:
         raise SparseRingError(
-            f"the model has a vocabulary of {config.vocab_size}, the tokenizer of {len(tokenizer)}: they do not belong together"
+            f"the model's {type(config).__name__} has no vocab_size: give a causal language model, one of "
+            f"{', '.join(MODEL_TYPES)}"
+        )
+    if words < len(tokenizer):
+        raise SparseRingError(
+            f"the model has a vocabulary of {words}, the tokenizer of {len(tokenizer)}: they do not belong together; give "
+            "--tokenizer the model's own, or resize the model's embeddings"
         )
     if yarn_from:
         set_yarn(config, original_tokens=yarn_from, tokens=sequence_tokens)
     return config
+
+
+def _fresh(kind: str, values: dict[str, Any]) -> PreTrainedConfig:
+    if kind not in MODEL_TYPES:
+        raise SparseRingError(f'--fresh_config: model_type "{kind}" is not supported: use one of {", ".join(MODEL_TYPES)}')
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SparseRingError(
+            f"--fresh_config: Transformers refuses it: {reason}. Give sizes as in the config.json of a {kind} model"
+        ) from None
+
+
+def _of_folder(folder: str) -> PreTrainedConfig:
+    if not (Path(folder) / "config.json").is_file():
+        raise SparseRingError(f"--model: {folder} has no config.json: give a folder that a model was saved to")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SparseRingError(
+            f"--model: Transformers refuses {Path(folder) / 'config.json'}: {reason}. Save the model again, or mend the file"
+        ) from None
 
 
 def set_yarn(config: PreTrainedConfig, *, original_tokens: int, tokens: int) -> None:
@@ -90,10 +132,14 @@ def set_yarn(config: PreTrainedConfig, *, original_tokens: int, tokens: int) -> 
         SparseRingError: nothing to stretch, or a model that does not read these keys.
     """
     if not 0 < original_tokens < tokens:
-        raise SparseRingError(f"YaRN: cannot stretch {original_tokens} tokens to {tokens}: the first number must be smaller")
+        raise SparseRingError(
+            f"YaRN: cannot stretch {original_tokens} tokens to {tokens}: give --yarn_from fewer tokens than a row has"
+        )
     before = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" not in before:
-        raise SparseRingError(f"YaRN: {type(config).__name__} has no rope_parameters with one rope_theta for all layers")
+        raise SparseRingError(
+            f"YaRN: {type(config).__name__} has no rope_parameters with one rope_theta for all layers: leave --yarn_from out"
+        )
     wanted = {
         "rope_type": "yarn",
         "rope_theta": before["rope_theta"],
@@ -108,7 +154,8 @@ def set_yarn(config: PreTrainedConfig, *, original_tokens: int, tokens: int) -> 
     kept = {key: read.rope_parameters.get(key) for key in wanted}
     if kept != wanted or read.max_position_embeddings != tokens:
         raise SparseRingError(
-            f"YaRN: {type(config).__name__} keeps {kept} and {read.max_position_embeddings} of {wanted} and {tokens}"
+            f"YaRN: {type(config).__name__} keeps {kept} and {read.max_position_embeddings} of {wanted} and {tokens}: "
+            "leave --yarn_from out for this model"
         )
 
 
@@ -128,7 +175,18 @@ def build_model(config: PreTrainedConfig, folder: str | None, *, dtype: torch.dt
 
 def _json(source: str) -> dict[str, Any]:
     inline = source.lstrip().startswith(("{", "["))
-    values = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
+    try:
+        values = json.loads(source if inline else Path(source).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SparseRingError(
+            f"--fresh_config: {source} cannot be read: {error.strerror}: give a JSON object, or the path of a file with one"
+        ) from None
+    except ValueError as error:
+        raise SparseRingError(
+            f"--fresh_config: {source} is no JSON ({error}): write an object with model_type and sizes, in double quotes"
+        ) from None
     if not isinstance(values, dict):
-        raise SparseRingError(f"--fresh_config: {source} holds {type(values).__name__}, not an object")
+        raise SparseRingError(
+            f"--fresh_config: {source} holds {type(values).__name__}, not an object: write model_type and sizes between braces"
+        )
     return values

@@ -11,7 +11,7 @@ Without a GPU set DS_ACCELERATOR=cpu and use --num_accelerators.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,9 @@ from ds_sparse_ring.run_log import MetricsLog, RunJob, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.rows import PackedCollator, RowStream, open_rows
+
+_AT_LEAST_ONE = ("steps", "micro_batch", "accumulation", "sequence_tokens")
+_AT_LEAST_NONE = ("warmup_steps", "loss_tile_tokens", "evaluation_sequences", "evaluation_steps", "save_steps", "yarn_from")
 
 
 @dataclass
@@ -79,6 +82,32 @@ class PretrainArguments:
     seed: int = field(default=0, metadata={"help": "Of weights and of the order of rows."})
     local_rank: int = field(default=-1, metadata={"help": "Given by the launcher: the device of this process."})
 
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be.
+
+        Raises:
+            SparseRingError: naming the option.
+        """
+        for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_NONE)):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise SparseRingError(f"--{name} {getattr(self, name)}: give at least {least}, or leave it out")
+
+    def check_evaluation(self, rows: Sized) -> None:
+        """Refuse evaluations of nothing, which would be left out without a word.
+
+        Args:
+            rows: that are held out.
+
+        Raises:
+            SparseRingError: ``evaluation_steps`` without a row.
+        """
+        if self.evaluation_steps and not len(rows):
+            raise SparseRingError(
+                f"--evaluation_steps {self.evaluation_steps}, but there is no row to evaluate on: hold some out by "
+                "--evaluation_sequences (of train/prepare_data.py: --evaluation-sequences), or leave it out"
+            )
+
 
 def main() -> None:
     """Parse the command line and train."""
@@ -107,6 +136,7 @@ class Pretraining:
             seed=args.seed,
             streaming=args.streaming,
         )
+        args.check_evaluation(data.evaluation)
         args.sequence_tokens = data.sequence_tokens
         self.train_rows, self.evaluation_rows = data.train, data.evaluation
         self.stream = RowStream(data.train) if args.streaming else None
@@ -177,9 +207,9 @@ class Pretraining:
 
     def job(self) -> RunJob:
         """What runs, for readers of the log."""
-        args, ring, cuda = self.args, self.ring, self.device.type == "cuda"
+        args, ring, cuda, model = self.args, self.ring, self.device.type == "cuda", self.engine.module.config
         return RunJob(
-            model=ModelShape(**self.engine.module.config.to_dict()),
+            model=ModelShape.of(model.to_dict(), type(model).__name__),
             device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
             world=ring.axes.world_size,
             sequence_tokens=args.sequence_tokens,
@@ -347,7 +377,16 @@ class Pretraining:
         self.step_shape().check(self.checkpoints / latest, self.engine.config)
         path, client_state = self.engine.load_checkpoint(str(self.checkpoints))
         if path is None:
-            raise SparseRingError(f"{self.checkpoints} holds no checkpoint that DeepSpeed can load")
+            raise SparseRingError(
+                f"resume: {self.checkpoints} holds no checkpoint that DeepSpeed can load: write the name of a whole one into its "
+                "file latest, or begin in another output folder"
+            )
+        if (self.stream is None) == ("stream" in client_state):
+            was = "without" if self.stream is not None else "with"
+            raise SparseRingError(
+                f"resume: {self.checkpoints / latest} was written {was} --streaming, which deals out rows in another order: go "
+                "on as it began"
+            )
         step = int(client_state["step"])
         self.ring.load_state_dict(client_state.get("sparse_ring", {}))
         if self.stream is not None:

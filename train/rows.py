@@ -108,7 +108,7 @@ def packed_dataset(
         if streaming:
             return _streamed(tokens, sequence_tokens, evaluation_sequences, seed)
         if not len(tokens):
-            raise SparseRingError(f"text: all documents of {list(map(str, paths))} are empty")
+            raise SparseRingError(f"text: all documents of {list(map(str, paths))} are empty: give files with text")
         order = np.random.default_rng(seed).permutation(len(tokens))
         lengths = np.asarray(tokens.with_format("numpy")["length"])[order]
         held_out = _held_out(lengths, evaluation_sequences, sequence_tokens)
@@ -184,7 +184,10 @@ def load_prepared(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Pac
     file = Path(folder) / _SUMMARY
     if not file.is_file():
         raise SparseRingError(f"data: {folder} has no {_SUMMARY}: give a folder that train/prepare_data.py has written")
-    summary = Summary(**json.loads(file.read_text(encoding="utf-8")))
+    try:
+        summary = Summary(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise SparseRingError(f"data: {file} is not what this version writes ({error}): prepare the text again") from None
     if summary.vocabulary != len(tokenizer):
         raise SparseRingError(
             f"data: {folder} was made with a vocabulary of {summary.vocabulary}, the tokenizer has {len(tokenizer)}: use the one "
@@ -245,7 +248,7 @@ class RowStream:
             self._start(self._epoch + 1)
             row = next(self._iterator, None)
         if row is None:
-            raise SparseRingError("text: the stream has no document")
+            raise SparseRingError("text: the stream has no document: give files with text")
         return row
 
     def _start(self, epoch: int) -> None:

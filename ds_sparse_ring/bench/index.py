@@ -117,15 +117,21 @@ def planted(tokens: int, shape: _Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     return q, k
 
 
+_RECORDED = 'give what torch.save({"q": [H, n, D], "k": [K, n, D]}, path) has written'
+
+
 def load(path: Path, tokens: int, shape: _Shape) -> tuple[Tensor, Tensor]:
     """The first ``tokens`` recorded queries and keys.
 
     Raises:
         SparseRingError: the file holds something else, or fewer tokens.
     """
-    recorded = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        recorded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises what the bytes of another file happen to mean
+        raise SparseRingError(f"{path}: cannot be read ({type(error).__name__}); {_RECORDED}") from error
     if not isinstance(recorded, dict) or not {"q", "k"} <= recorded.keys():
-        raise SparseRingError(f'{path}: expected torch.save({{"q": [H, n, D], "k": [K, n, D]}}, path)')
+        raise SparseRingError(f"{path}: holds no queries and keys; {_RECORDED}")
     q, k = recorded["q"], recorded["k"]
     if q.dim() != 3 or k.dim() != 3 or min(q.shape[1], k.shape[1]) < tokens:
         raise SparseRingError(f"{path}: q {tuple(q.shape)} and k {tuple(k.shape)} do not hold {tokens} tokens as [heads, n, D]")

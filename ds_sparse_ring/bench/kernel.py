@@ -71,7 +71,7 @@ def main(
     setting = Setting(where, DTYPES[dtype], heads_per_pattern, spread, column_share, segment_tokens, rounds, dense or None)
     shape = Shape(heads, kv_heads, head_size)
     recorded = [Case.of_recording(RecordedIndex.load(path)) for path in index or []]
-    named = [(cast(PatternKind, kind), float(share) / 100) for kind in _split(patterns) for share in _split(density)]
+    named = [(cast(PatternKind, kind), _share(share)) for kind in _split(patterns) for share in _split(density)]
     lengths = [_length(text) for text in _split(tokens)]
     checks = [Case(kind, check_density / 100, check_tokens, shape) for kind in _split(patterns)] if check_tokens else []
     cases = recorded + [Case(kind, share, length, shape) for length in lengths for kind, share in named]
@@ -327,6 +327,14 @@ def _reason(error: Exception) -> str:
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _share(text: str) -> float:
+    """A density in per cent, as a share."""
+    try:
+        return float(text) / 100
+    except ValueError:
+        raise typer.BadParameter(f"--density {text}: needs numbers in per cent, such as 5,10") from None
 
 
 def _length(text: str) -> int:

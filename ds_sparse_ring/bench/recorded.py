@@ -61,13 +61,13 @@ class RecordedIndex:
         Raises:
             SparseRingError: the file is something else.
         """
-        content = torch.load(path, map_location="cpu", weights_only=True)
         try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
             segments = tuple(Segment(**s) for s in content["segments"])
             tensors = [content[name].long() for name in _TENSORS]
             index = VerticalSlash(segments, content["patterns"], content["heads_per_pattern"], *tensors)
             return cls(index, content["kv_heads"], content["head_size"], content["source"])
-        except (KeyError, TypeError) as error:
+        except Exception as error:  # torch raises what the bytes of another file happen to mean
             raise SparseRingError(f"{path}: no recorded index: {error!r}; make one with RecordedIndex.save") from error
 
 

@@ -56,11 +56,16 @@ def enable_chunked_layers(model: nn.Module, chunk_tokens: int) -> None:
         chunk_tokens: tokens of the shard that pass through norms, projections and MLP at once; the last chunk may be shorter.
 
     Raises:
-        SparseRingError: layers that are not known here, or an engine of ZeRO-3 that gathers them module by module.
+        SparseRingError: layers that are not known here, or an engine of ZeRO-3 that gathers them module by module; no token.
     """
+    if chunk_tokens < 1:
+        raise SparseRingError(f"chunked layers: chunk_tokens = {chunk_tokens}: give at least 1, say 16384, or leave it out")
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise SparseRingError(f"chunked layers: {type(model).__name__} has no decoder layers of Transformers")
+        raise SparseRingError(
+            f"chunked layers: {type(model).__name__} has no decoder layers of Transformers: give a model that from_pretrained "
+            "returned, or leave layer_chunk_tokens out"
+        )
     for layer in layers:
         _check_layer(layer)
     for layer in layers:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_sparse_ring.config import CompleteSelector
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.model_checks import check_offload
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.kernels import GPU_BACKENDS
 from ds_sparse_ring.kernels.dense import DenseCase, find_dense
@@ -147,12 +148,7 @@ class Setup:
             SparseRingError: memory outside the device for what checkpointed layers keep, without checkpointing.
         """
         config = self.ring.config
-        kept = self.gradient_checkpointing or config.layer_chunk_tokens is not None
-        if config.offload is not None and config.page_tokens is None and not kept:
-            raise SparseRingError(
-                "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
-                "(gradient_checkpointing), set layer_chunk_tokens or offload.kv_page_tokens, or leave offload out"
-            )
+        check_offload(config, checkpointed=self.gradient_checkpointing or config.layer_chunk_tokens is not None)
 
     def backend(self) -> str:
         """The kernels, and the library that does the full index."""

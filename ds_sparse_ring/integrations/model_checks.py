@@ -43,12 +43,14 @@ def check_model(config: PreTrainedConfig, ring_config: SparseRingConfig) -> None
     if kind not in MODEL_TYPES:
         raise SparseRingError(
             f'model: model_type "{kind}" is not supported; its attention was never compared with the kernels. '
-            f"Supported: {', '.join(MODEL_TYPES)}"
+            f"Use one of {', '.join(MODEL_TYPES)}"
         )
     _check_windows(config)
     for key, what in (("attn_logit_softcapping", "a soft cap on scores"), ("attention_sinks", "attention sinks")):
         if getattr(config, key, None) is not None:
-            raise SparseRingError(f"model: config.{key} = {getattr(config, key)}: the kernels lack {what}")
+            raise SparseRingError(
+                f"model: config.{key} = {getattr(config, key)}: the kernels lack {what}; train this model with its own attention"
+            )
     if getattr(config, "attention_dropout", 0):
         raise SparseRingError(
             f"model: config.attention_dropout = {config.attention_dropout}: the kernels have no dropout; set it to 0.0"
@@ -61,6 +63,71 @@ def check_model(config: PreTrainedConfig, ring_config: SparseRingConfig) -> None
         )
     _check_rope(config)
     ring_config.check_heads(config.num_attention_heads, config.num_key_value_heads)
+    _check_maps(config, ring_config)
+
+
+def _check_maps(config: PreTrainedConfig, ring_config: SparseRingConfig) -> None:
+    """A map of what there is not would never be recorded, without a word."""
+    maps = ring_config.maps
+    if maps is None:
+        return
+    counts = {"layers": config.num_hidden_layers, "heads": config.num_attention_heads // ring_config.ulysses_degree}
+    for key, count in counts.items():
+        beyond = [number for number in getattr(maps, key) or [] if number >= count]
+        if beyond:
+            raise SparseRingError(f"sparse_ring.maps.{key} = {beyond}: rank 0 has {count} {key}: use 0 to {count - 1}")
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse adapters that put tokens of their own before those of the batch, of which every rank would get some.
+
+    Args:
+        model: as it is attached, a PEFT model perhaps.
+
+    Raises:
+        SparseRingError: naming the adapter.
+    """
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, Mapping) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+            raise SparseRingError(
+                f'model: the adapter "{name}" ({kind}) adds tokens to the sequence, which is cut over ranks before: use '
+                "adapters of weights, such as LoRA"
+            )
+
+
+def check_offload(ring_config: SparseRingConfig, *, checkpointed: bool) -> None:
+    """Refuse memory outside the device that nothing would be kept in.
+
+    Args:
+        checkpointed: whether layers keep their inputs alone.
+
+    Raises:
+        SparseRingError: an ``"offload"`` section without checkpointing.
+    """
+    if ring_config.offload is not None and ring_config.page_tokens is None and not checkpointed:
+        raise SparseRingError(
+            "sparse_ring.offload is for what checkpointed layers keep, but gradient checkpointing is off: turn it on "
+            "(gradient_checkpointing), set layer_chunk_tokens or offload.kv_page_tokens, or leave offload out"
+        )
+
+
+def check_words(highest: int, embedding: Any) -> None:
+    """Refuse a batch with words that the model does not have.
+
+    Args:
+        highest: `Sequence.highest_word`. embedding: the model's; ZeRO-3 leaves its ``num_embeddings`` alone.
+
+    Raises:
+        SparseRingError: naming both numbers.
+    """
+    words = getattr(embedding, "num_embeddings", None)
+    if words is not None and highest >= words:
+        raise SparseRingError(
+            f"batch: a token or label is {highest}, and the model has {words} words, 0 to {words - 1}: use the tokenizer that "
+            "belongs to the model, or model.resize_token_embeddings before it is attached"
+        )
 
 
 def _check_windows(config: PreTrainedConfig) -> None:
@@ -102,7 +169,7 @@ def check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
     if dropout:
         raise SparseRingError(f"attention dropout {dropout} is not supported: set config.attention_dropout = 0.0")
     if kwargs.get("is_causal") is False:
-        raise SparseRingError("is_causal = False: only causal attention is supported")
+        raise SparseRingError("is_causal = False: attention is causal; leave the argument out")
     known = _HARMLESS | {"is_causal"}
     given = (key for key, value in kwargs.items() if value is not None and value is not False)
     unknown = sorted(set(given) - known)

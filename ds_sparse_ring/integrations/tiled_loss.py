@@ -31,8 +31,10 @@ def enable_tiled_loss(model: nn.Module, tile_tokens: int) -> None:
         tile_tokens: tokens whose logits exist at once.
 
     Raises:
-        SparseRingError: a model whose logits are not plainly those of its last layer.
+        SparseRingError: a model whose logits are not plainly those of its last layer; no token.
     """
+    if tile_tokens < 1:
+        raise SparseRingError(f"tiled loss: tile_tokens = {tile_tokens}: give at least 1, say 4096, or leave the tiles out")
     base: Any = base_model_of(model)
     if type(base).__name__ not in PLAIN_HEADS:
         raise SparseRingError(

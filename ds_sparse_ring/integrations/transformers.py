@@ -27,11 +27,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.chunked_layers import disable_chunked_layers, enable_chunked_layers, is_chunked
 from ds_sparse_ring.integrations.memory import kept_by_layers
-from ds_sparse_ring.integrations.model_checks import check_arguments, check_model
+from ds_sparse_ring.integrations.model_checks import check_adapters, check_arguments, check_model, check_offload, check_words
 from ds_sparse_ring.slots import checkpoint_context_fn
 
 if TYPE_CHECKING:
@@ -87,10 +88,18 @@ class _BindSequence:
             _check_whole_rows(kwargs)
             return None
         _check_sharded(kwargs)
+        if not isinstance(sequence, Sequence):
+            raise SparseRingError(
+                f"the sparse_ring entry is a {type(sequence).__name__}: call the model with the batch that "
+                "SparseRing.sequence_batch returns, unchanged"
+            )
+        ring = self.attachment.ring
+        layers = kept_by_layers(decoder, ring)
+        check_words(sequence.highest_word, self.attachment.model.get_input_embeddings())
         if decoder.training and torch.is_grad_enabled():
             _check_checkpointing(decoder)
-        ring = self.attachment.ring
-        return args, {**kwargs, NAME: ring.bind(sequence, layers=kept_by_layers(decoder, ring)), "use_cache": False}
+            check_offload(ring.config, checkpointed=layers is not None)
+        return args, {**kwargs, NAME: ring.bind(sequence, layers=layers), "use_cache": False}
 
 
 def _check_sharded(kwargs: Mapping[str, Any]) -> None:
@@ -156,6 +165,8 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
                 raise SparseRingError("the model is attached to another ring: detach() that attachment first")
             return hook.attachment
     check_model(base.config, ring.config)
+    for part in (model, getattr(model, "module", None), base):
+        check_adapters(part)
     if type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise SparseRingError(
             f"model: {type(base).__name__} is no causal language model, and labels are cut and shifted for next-token "
@@ -163,14 +174,20 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
         )
     for name, module in decoder.named_modules():
         if getattr(module, "sinks", None) is not None or getattr(module, "is_causal", True) is False:
-            raise SparseRingError(f"model: {name} has attention sinks or is not causal; the kernels have neither")
+            raise SparseRingError(
+                f"model: {name} has attention sinks or is not causal, which the kernels lack; train this model with its "
+                "own attention"
+            )
     ring.schedule.name_layers(attention_layers(base))
     register()
     attachment = Attachment(base, decoder, ring, before or base.config._attn_implementation)
     base.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
         attachment.detach()
-        raise SparseRingError(f"model: {type(base).__name__} does not take its attention from AttentionInterface")
+        raise SparseRingError(
+            f"model: {type(base).__name__} does not take its attention from Transformers' AttentionInterface: use the class that "
+            "Transformers has for this architecture"
+        )
     ring.note_layers(base.config.num_hidden_layers)
     if ring.config.layer_chunk_tokens is not None:
         try:
@@ -231,7 +248,10 @@ def adopt_gradient_checkpointing(model: nn.Module) -> None:
         if function is None or getattr(function, "func", None) is _checkpoint_layer:
             continue
         if not isinstance(function, functools.partial):
-            raise SparseRingError("gradient checkpointing uses a function of its own, which takes no context_fn")
+            raise SparseRingError(
+                "gradient checkpointing uses a function of its own, which takes no context_fn: turn it on by "
+                "enable_gradient_checkpointing(model) of ds_sparse_ring.integrations.transformers"
+            )
         if function.keywords.get("use_reentrant", True):
             raise SparseRingError(
                 'gradient checkpointing: use_reentrant=True takes no context_fn: pass {"use_reentrant": False}, or no '

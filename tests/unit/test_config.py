@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"degree": 0, "log_stps": 1}, ["2 problems", "sparse_ring.degree = 0", 'did you mean "log_steps"?']),
 ]
 
+WAY_OUT = re.compile("should (be|have)|did you mean|belongs|allowed are|needs|use |set |leave |lower |write ")
+"""What a message that helps has in it."""
+
 
 @pytest.mark.parametrize(("section", "parts"), REFUSED, ids=[json.dumps(section) for section, _ in REFUSED])
 def test_a_refusal_names_key_value_and_way_out(section: dict[str, Any], parts: list[str]) -> None:
@@ -183,6 +187,7 @@ def test_a_refusal_names_key_value_and_way_out(section: dict[str, Any], parts: l
     for part in parts:
         assert part in str(refusal.value)
     assert "pydantic" not in str(refusal.value)
+    assert WAY_OUT.search(str(refusal.value)), f"no way out: {refusal.value}"
 
 
 @pytest.mark.parametrize(

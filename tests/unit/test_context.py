@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch
 from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.config import FullSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.deepspeed import Setup
+from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.layout import Layout
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.slots import Slot
 
+from .parity_model import VOCABULARY, tiny_model
 from .reference import bound, global_qkv, packed_batch
 
 
@@ -118,7 +122,7 @@ def test_shards_first_made_in_inference_mode_serve_training() -> None:
 
 def test_counting_targets_of_nothing_is_refused() -> None:
     ring = SparseRing(SparseRingConfig())
-    with pytest.raises(SparseRingError, match="no batch with labels"):
+    with pytest.raises(SparseRingError, match="needs batches with labels, but none was given"):
         ring.count_targets([])
 
 
@@ -148,6 +152,50 @@ def test_two_rings_of_one_process_do_not_share_anything() -> None:
     first, second = bound([100], segment_tokens=64), bound([300], backend="torch")
     assert first[0].meter is not second[0].meter
     assert len(first[1].segments) == 2 and len(second[1].segments) == 1
+
+
+def test_models_of_other_head_counts_take_turns_in_one_process() -> None:
+    def first_pass(lengths: list[int], heads: int, kv_heads: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        _, sequence, context = bound(lengths, segment_tokens=64, selector={"kind": "price", "price": 1e-2})
+        parts = [x[None].requires_grad_() for x in global_qkv(sequence, heads, kv_heads, 8)]
+        q, k, v = parts
+        return sparse_ring_attention(q, k, v, context, layer=0, scale=0.5), parts
+
+    cases: list[tuple[list[int], int, int]] = [([200], 4, 2), ([90, 70], 6, 1)]
+    alone = [torch.autograd.grad(out.square().sum(), parts) for out, parts in (first_pass(*case) for case in cases)]
+    in_turns = [first_pass(*case) for case in cases]
+    for (out, parts), expected in zip(in_turns, alone, strict=True):
+        gradients = torch.autograd.grad(out.square().sum(), parts)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_memory_stays_flat_over_twenty_steps() -> None:
+    ring = SparseRing(SparseRingConfig(segment_tokens=64, offload={"host_gib": 2**-10}, log_steps=1))
+    model = tiny_model().train()
+    enable_gradient_checkpointing(model)
+    attach(model, ring)
+    optimizer = torch.optim.AdamW(model.parameters())
+    alive = []
+    for step in range(20):
+        ring.step, ring.meter.active = step, True
+        model(**ring.sequence_batch(packed_batch([130, 60], vocabulary=VOCABULARY, seed=step))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ring.meter.pop()
+        if step in (3, 19):
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+            alive.append((len(tensors), sum(x.numel() * x.element_size() for x in tensors)))
+    assert alive[0] == alive[1]
+    assert ring.spill is not None and ring.spill.store is not None
+    assert ring.spill.store.numbers().to_device == 20 * 2 * 3, "inputs, outputs and sums of two layers went out and came back"
+
+
+def test_the_set_up_says_how_many_sequences_a_step_takes() -> None:
+    ring = SparseRing(SparseRingConfig())
+    rows = dict(Setup(ring, zero_stage=2, micro_batch=2, accumulation=3, dtype="bfloat16", gradient_checkpointing=True).rows())
+    assert rows["sequences per step"].startswith("6 = micro batch 2 x accumulation 3 x data axis 1 ")
+    assert rows["DeepSpeed's train_batch_size"] == "6"
 
 
 def test_a_replay_that_attends_more_often_than_the_first_pass_is_refused() -> None:

@@ -132,6 +132,10 @@ def test_a_models_folder_and_a_hardware_file_are_read(tmp_path: Path) -> None:
     shape, hardware = SHAPES["llama-3.1-8b"], load_hardware("h100")
     (tmp_path / "config.json").write_text(json.dumps({**shape.model_dump(), "model_type": "llama"}))
     assert load_shape(str(tmp_path)) == shape
+    without = {key: value for key, value in shape.model_dump().items() if key != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    assert load_shape(str(tmp_path)).num_key_value_heads == shape.num_attention_heads, "each query head has its own"
+    (tmp_path / "config.json").write_text(json.dumps({**shape.model_dump(), "model_type": "llama"}))
     (tmp_path / "hardware.json").write_text(hardware.model_dump_json())
     assert load_hardware(str(tmp_path / "hardware.json")) == hardware
 

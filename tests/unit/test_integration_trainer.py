@@ -78,7 +78,13 @@ class TestTrainingEqualsOneProcess(DistributedTest):
         collator = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)  # pads the shorter row of each batch
         trainer, _ = make_trainer(args, unlabelled, eval_dataset=unlabelled, data_collator=collator)
         trainer.train()
+        widths: list[int] = []
+        hook = trainer.model.register_forward_pre_hook(
+            lambda model, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
         metrics = trainer.evaluate()
+        hook.remove()
+        assert max(widths) <= -(-5 // degree) * 64, "two rows take 5 blocks at most, and each rank gets its part"
         predicted: Any = trainer.predict(unlabelled)
         model = tiny_model().eval()
         state = [full_state_dict(trainer.deepspeed)]
@@ -409,10 +415,9 @@ class TestRefusals(DistributedTest):
         with unknown, patch.object(memory, "device_bytes", lambda: 1), redirect_stdout(said):
             trainer.train()
         assert trainer.state.global_step == 1
-        line = (
-            "memory is not checked before the first step: LlamaConfig says nothing about intermediate_size, num_key_value_heads"
-        )
+        line = "memory is not checked before the first step: LlamaConfig says nothing about intermediate_size"
         assert said.getvalue().count(line) == (dist.get_rank() == 0)
+        assert said.getvalue().count("sequences per step") == (dist.get_rank() == 0), "the set-up, once"
 
     def test_a_batch_without_labels(self, tmp_path: Path) -> None:
         trainer, _ = make_trainer(arguments(tmp_path), make_rows([10, 10], labels=False))

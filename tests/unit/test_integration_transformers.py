@@ -278,6 +278,21 @@ class TestWholeRows:
         with pytest.raises(SparseRingError, match="each other"):
             model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
 
+    def test_a_packed_row_has_the_loss_of_its_documents_one_by_one(self) -> None:
+        ring, model, lengths = SparseRing(SparseRingConfig(**section("full"))), tiny_model().eval(), [30, 7, 90]
+        batch = make_batch([Row((sum(lengths),))], 1)
+        tokens = batch["input_ids"]
+        documents = tokens.split(lengths, dim=1)
+        with torch.no_grad():
+            alone = sum(float(model(input_ids=x, labels=x).loss) * (x.shape[1] - 1) for x in documents)
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            given = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+            with attach(model, ring):
+                packed = model(**ring.sequence_batch(given), num_items_in_batch=1).loss
+                mixed = model(**ring.sequence_batch({**given, "position_ids": None}), num_items_in_batch=1).loss
+        assert float(packed) == pytest.approx(alone, rel=1e-5)
+        assert abs(float(mixed) - alone) > 1, "as one document they see each other"
+
     def test_no_mask_is_built_for_a_shard(self, ring: SparseRing, monkeypatch: pytest.MonkeyPatch) -> None:
         def no_mask(*_: Any, **__: Any) -> None:
             raise AssertionError("a mask of n * n entries was built")

@@ -198,6 +198,32 @@ def test_strided_inputs_are_read_where_they_are(backend: str, dtype: torch.dtype
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])  # Triton's interpreter would copy what lies between
+def test_heads_that_are_more_than_32_bits_apart_are_read_where_they_are(backend: str) -> None:
+    sequence = make_sequence([200])
+    index = random_index(sequence, 2, 1, columns=9, diagonals=2)
+    q, k, v = global_qkv(sequence, 2, 2, 16, dtype=torch.bfloat16)
+    do = make_gradient(q)
+    far = torch.empty(2**31 + 2**16, dtype=torch.bfloat16)  # 4 GiB of addresses; what is not written takes no memory
+
+    def apart(x: torch.Tensor, place: int) -> torch.Tensor:
+        return far.as_strided(x.shape, (2**31, 16, 1), place * x[0].numel()).copy_(x)
+
+    plain = run(get_kernel(backend), q, k, v, do, index, 0.25)
+    from_far = run(get_kernel(backend), apart(q, 0), apart(k, 1), apart(v, 2), do, index, 0.25)
+    for a, b in zip(plain, from_far, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
+@pytest.mark.parametrize("head_size", [12, 264])
+def test_head_sizes_that_triton_cannot_multiply_are_refused(head_size: int) -> None:
+    sequence = make_sequence([64])
+    q, k, v = global_qkv(sequence, 1, 1, head_size, dtype=torch.float16)
+    with pytest.raises(SparseRingError, match=rf"multiples of 8, .* got {head_size} .* Set \"backend\": \"torch\""):
+        run(get_kernel("triton"), q, k, v, q, FullIndex(sequence.segments, 1), 1.0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_that_is_not_a_number_reaches_the_rows_that_read_it_and_no_others(backend: str) -> None:
     sequence = make_sequence([500])

@@ -182,6 +182,18 @@ class TestRing(DistributedTest):
         # forward: 2 of 3 hops; backward: keys and values again, and their float32 gradients: in all 3 hops, or the others' home
         assert sum(sent) == (2 + 2 + (3 if inner == "ring" else 2)) * shard_bytes
 
+    @pytest.mark.parametrize("plan", [{}, {"inner_degree": 3, "inner": "gather"}, {"ulysses_degree": 3}])
+    def test_no_rank_waits_at_a_barrier(self, plan: dict[str, Any]) -> None:
+        def barrier(*_: Any, **__: Any) -> None:
+            raise AssertionError("a barrier in attention")
+
+        _, sequence, context = bound([700], segment_tokens=256, **plan)
+        q, k, v = global_qkv(sequence, 6, 3, 16, dtype=torch.float32)
+        with pytest.MonkeyPatch.context() as patch:  # the fixture's patches would outlive the test on the ranks
+            for name in ("barrier", "monitored_barrier"):
+                patch.setattr(dist, name, barrier)
+            _attend(q, k, v, torch.ones_like(q), sequence, context, 0.25)
+
     def test_layers_passes_and_other_packings_of_a_length_share_a_plan(self) -> None:
         ring_plan.cache_clear()
         for lengths in ([700], [300, 350], [640, 60]):  # 11 blocks each, padded to 12

@@ -1,0 +1,37 @@
+"""docs/failures.md: every test that it names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from .test_refusals import ALL
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "failures.md"
+REFERENCE = re.compile(r"`((?:gpu/)?test_\w+\.py)::(test_\w+)(?:\[([^\]]+)\])?`")
+
+
+def named_tests() -> list[tuple[str, str, str]]:
+    """File, function and case of each test on the page."""
+    return [(match[1], match[2], match[3] or "") for match in REFERENCE.finditer(PAGE.read_text(encoding="utf-8"))]
+
+
+def functions(file: str) -> set[str]:
+    path = ROOT / "tests" / (file if file.startswith("gpu/") else f"unit/{file}")
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    cases = {f"{kind}: {wrong.name}" for kind, all_ in ALL.items() for wrong in all_}
+    for file, function, case in named_tests():
+        assert function in functions(file), f"{file}::{function}"
+        assert not case or case in cases, f"{file}::{function}[{case}]"
+
+
+def test_every_line_of_the_page_names_a_test() -> None:
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    lines = [line for line in lines if not line.startswith("| what goes wrong")]
+    assert len(lines) == 41 and all(REFERENCE.search(line.rsplit(" | ", 1)[1]) for line in lines)
