@@ -42,12 +42,12 @@ class TestMeter(DistributedTest):
         ring, sequence, context = bound([64 * 30], selector={"kind": "full"})
         _measured(context, sequence)  # loads kernels
         ring.meter.active = True
-        _measured(context, sequence, slow_rank=1, delay_s=0.1)
+        _measured(context, sequence, slow_rank=1, delay_s=0.4)  # far more than hops take on a machine with other work
         report = ring.meter.pop()
         assert report["pair_imbalance"] < 1.1
         assert 1.5 < report["time_imbalance"] <= 3 and 1.5 < report["hop_imbalance"] <= 3
-        assert report["compute_s"] >= 3 * 2 * 0.1 / 3, "three hops, two passes, a third of the ranks"
-        assert report["ring_wait_s"] > 0.1, "the others wait for the slow one"
+        assert report["compute_s"] >= 3 * 2 * 0.4 / 3, "three hops, two passes, a third of the ranks"
+        assert report["ring_wait_s"] > 0.4, "the others wait for the slow one"
         assert report["exposed_s"] == pytest.approx(report["ring_wait_s"] + report["columns_s"] + report["heads_s"])
         assert 0.1 < report["exposed"] < 1
         assert report["host_us_per_hop"] > 0
