@@ -20,7 +20,7 @@ from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_arguments, check_model
-from ds_sparse_ring.integrations.transformers import base_model_of, sparse_ring_mask
+from ds_sparse_ring.integrations.transformers import attention_layers, base_model_of, sparse_ring_mask
 from ds_sparse_ring.runtime import SparseRing
 
 NAME = "sparse_ring_prefill"
@@ -41,7 +41,7 @@ class SparsePrefill:
             config: its selector, segments, probe and backend count; a degree other than 1 is refused.
 
         Raises:
-            SparseRingError: several ranks, or a model that training would refuse, too.
+            SparseRingError: several ranks, or a model or ``dense_layers`` that training would refuse, too.
         """
         self.model: PreTrainedModel = base_model_of(model)
         self.ring = SparseRing(config)
@@ -51,6 +51,7 @@ class SparsePrefill:
                 "without a launcher, or set sparse_ring.degree to 1"
             )
         check_model(self.model.config, config)
+        self.ring.schedule.name_layers(attention_layers(self.model))
         self.ring.evaluating = self.ring.meter.active = True
         AttentionInterface.register(NAME, prefill_attention_forward)
         AttentionMaskInterface.register(NAME, sparse_ring_mask)
@@ -129,8 +130,9 @@ def prefill_attention_forward(
     beyond = sparse_ring_prefill.layout.local_tokens - tokens  # whole blocks; what follows the prompt is seen by nobody
     q, k, v = (F.pad(x, (0, 0, 0, beyond)) for x in (query, key, value))
     layer: int = module.layer_idx
+    context = sparse_ring_prefill.at_layer(layer)
     rows = [
-        sparse_ring_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], sparse_ring_prefill, layer=layer, scale=scale)
+        sparse_ring_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], context, layer=layer, scale=scale)
         for row in range(q.shape[0])
     ]
     return torch.cat(rows)[:, :tokens], None

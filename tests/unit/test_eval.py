@@ -49,6 +49,21 @@ def test_a_sparse_prompt_gives_the_logits_of_the_ring_and_the_full_index_those_o
         torch.testing.assert_close(model(both).logits, torch.cat([dense, model(both[1:]).logits]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layer", [1, "model.layers.1.self_attn"])
+@torch.no_grad()
+def test_a_layer_that_trains_densely_evaluates_densely(layer: int | str) -> None:
+    model, ids = tiny_model().eval(), prompt(300)
+    config = SparseRingConfig(**section("price", dense_layers=[layer]))
+    ring = SparseRing(config)
+    batch = ring.sequence_batch({"input_ids": ids})
+    with attach(model, ring):
+        expected = ring.gather(model(**batch).logits, batch["sparse_ring"])
+    with SparsePrefill(model, config):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with SparsePrefill(model, SparseRingConfig(**section("price"))):
+        assert not torch.allclose(model(ids).logits, expected, atol=1e-3), "one layer more is sparse"
+
+
 @torch.no_grad()
 def test_replies_are_generated_over_the_cache_of_a_sparse_prompt() -> None:
     model, ids = tiny_model().eval(), prompt(300)
