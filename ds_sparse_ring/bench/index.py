@@ -9,8 +9,6 @@ Shapes: H query heads, K key/value heads, n tokens, D head size.
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import torch
 import typer
 from torch import Tensor
 
-from ds_sparse_ring import __version__
+from ds_sparse_ring.bench.result import device_name, write_result
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
@@ -71,9 +69,7 @@ def main(
                 row["attention_ms"] = attention_ms[place] if attention_ms else None
                 rows.append(row)
                 _print_row(row, first=len(rows) == 1, shape=shape)
-    result = {
-        "device": _device_name(shape.device),
-        "versions": {"ds_sparse_ring": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    fields = {
         "shape": {"heads": q.shape[0], "kv_heads": k.shape[0], "head_size": q.shape[2], "dtype": dtype},
         "heads_per_pattern": heads_per_pattern,
         "selector": chosen,
@@ -81,8 +77,7 @@ def main(
         "rounds": rounds,
         "rows": rows,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1))
+    write_result(output, shape.device, fields)
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ def _timed_ms(q: Tensor, k: Tensor, context: SequenceContext, scale: float, *, q
 
 def _print_row(row: dict[str, Any], *, first: bool, shape: _Shape) -> None:
     if first:
-        print(f"{_device_name(shape.device)}, torch {torch.__version__}, {shape.dtype}".replace("torch.", ""))
+        print(f"{device_name(shape.device)}, torch {torch.__version__}, {shape.dtype}".replace("torch.", ""))
         print("| tokens | segment | median ms | least - most | idle ms | peak MiB | columns | diagonals | of attention |")
         print("|---|---|---|---|---|---|---|---|---|")
     segment = row["segment_tokens"] or "one"
@@ -211,10 +206,6 @@ def _print_row(row: dict[str, Any], *, first: bool, shape: _Shape) -> None:
         f"{row['columns_per_pattern']:.0f} | {row['diagonals_per_pattern']:.1f} | {share} |",
         flush=True,
     )
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

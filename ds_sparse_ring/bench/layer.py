@@ -7,8 +7,6 @@ layers keep stays where it would in training. A figure is half of the two layers
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +16,7 @@ import typer
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ds_sparse_ring import __version__
+from ds_sparse_ring.bench.result import write_result
 from ds_sparse_ring.bench.timing import Timing, alternate
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.integrations.liger import use_liger_kernels
@@ -62,19 +60,8 @@ def main(
         print(
             f"| {row['chunk_tokens'] or 'whole'} | {row['page_tokens'] or '-'} | {ms:.1f} | {least:.1f} - {most:.1f} | {memory} |"
         )
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else platform.processor() or platform.machine()
-    result = {
-        "device": name,
-        "versions": {"ds_sparse_ring": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "model": model,
-        "tokens": tokens,
-        "section": section,
-        "liger": liger,
-        "rounds": rounds,
-        "rows": rows,
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1))
+    fields = {"model": model, "tokens": tokens, "section": section, "liger": liger, "rounds": rounds, "rows": rows}
+    write_result(output, place, fields)
 
 
 @dataclass(frozen=True)
