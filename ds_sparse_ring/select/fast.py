@@ -448,7 +448,7 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, refused: Tensor) -> Vert
     column_ptr = columns_before.index_select(0, t.column_rows)
     summary = flags.new_empty(3)
     compact.summary_kernel[(1,)](columns_before[-1:], diagonals_before[-1:], refused, refused.numel(), summary, SIZE=256)
-    summaries = torch.stack(context.axes.ring_gather(summary)).tolist()
+    summaries = _on_host(torch.stack(context.axes.ring_gather(summary)))
     columns, diagonals, not_finite = summaries[context.axes.ring_rank]
     if not_finite:
         raise SparseRingError(NOT_FINITE)
@@ -460,6 +460,16 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, refused: Tensor) -> Vert
         column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, [row[0] for row in summaries])
     group, diagonal_values = context.config.heads_per_pattern, diagonal_values[:diagonals].clone()
     return VerticalSlash(context.segments, patterns, group, diagonal_ptr, diagonal_values, column_ptr, column_values)
+
+
+def _on_host(numbers: Tensor) -> list[list[int]]:
+    """Read a small tensor: by way of pinned memory, because a copy from a device to other memory is staged and takes longer."""
+    if numbers.is_cuda:
+        pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        pinned.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        numbers = pinned
+    return numbers.tolist()
 
 
 def _filled(probe: _Probe, words: Tensor, before: Tensor, room: int) -> Tensor:
