@@ -1,0 +1,41 @@
+// What the backward kernel is asked to do, and its launch.
+//
+// Letters as in problem.cuh. Gradients are added to what is there; dq by the copy engine, in no fixed order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "problem.cuh"
+
+namespace ds_sparse_ring {
+
+struct BackwardProblem {
+  const void *q, *k, *v, *d_o;  // bf16 [H, n * 64, D], [K, m * 64, D] twice, [H, n * 64, D]; heads *_head apart, rows D apart
+  int64_t q_head, k_head, v_head, do_head;
+  const float *lse, *delta;  // [H, n * 64], heads lse_head and delta_head apart: natural logarithm; row sums of do * o
+  int64_t lse_head, delta_head;
+  const void *column_k, *column_v;  // bf16 [C, D]
+  int64_t columns;
+  float *dq, *dk, *dv;  // as q, k, v, rows *_row apart
+  int64_t dq_head, dk_head, dv_head, dq_row, dk_row, dv_row;
+  float *d_column_k, *d_column_v;  // [C, D]
+  int heads, kv_heads, q_blocks, k_blocks, heads_per_pattern;
+  float scale, scale_log2;  // softmax scale; times log2(e)
+  bool overwrite_dq;        // dq is set to zero first
+  int32_t* next_tile;       // device memory, 4 bytes; the launch sets it to 0
+  Tables tables;
+  const int32_t* k_segments;                              // [m, 2] segments (from, to) that may read each key block
+  const int32_t *column_tile_row, *column_tile_begin;     // [tiles] of 128 columns: row, and first column within it; row -1: none
+  int column_tiles;
+};
+
+// What the kernel gets. Boxes: 64 rows x 64 dims of bf16, for dq 64 rows x 32 dims of fp32; swizzled by 128 bytes.
+struct BackwardArguments {
+  CUtensorMap q, k, v, d_o, column_k, column_v, dq;
+  BackwardProblem problem;
+};
+
+// Queues the kernel on at most so many multiprocessors; nothing waits. An error names what the driver or the runtime refused.
+cudaError_t launch_backward(const BackwardProblem& problem, int multiprocessors, cudaStream_t stream);
+
+}  // namespace ds_sparse_ring

@@ -1,0 +1,263 @@
+// A warpgroup: gradients of its 64 keys of one tile after the other, over the query blocks that read them.
+//
+// Per query block, transposed: s = k q^T, p = exp2(s - lse), dp = v do^T, ds = p (dp - delta), dv += p do, dk += ds q, and
+// dq += ds^T k, which leaves the chip. The order keeps four products of 64 x 64 in flight beside all other work:
+//
+//   on the matrix units   s(i)            dp(i)        dv(i)              dk(i), dq(i), s(i + 1)
+//   beside them           dq(i - 1) out   p(i)         ds(i), to shared   next stage
+//
+// If both halves read a query block, each warpgroup multiplies ds of all 128 keys with 64 dims of the keys, so that one sum
+// leaves instead of two. Otherwise the warpgroup that does makes both halves of the dims, one after the other.
+#pragma once
+
+#include "backward_epilogue.cuh"
+#include "backward_ring.cuh"
+#include "readers.cuh"
+
+namespace ds_sparse_ring {
+
+enum FoundQueries { kQueriesFound, kTileOver, kRingFull };
+constexpr uint32_t kNoQueryStage = kQueryStages;
+
+struct QueryConsumer {
+  const BackwardArguments& a;
+  const BackwardMemory& memory;
+  const int half;
+  QueryPlace place;       // the next stage; once `flags` are read, the current one
+  uint32_t flags = 0;
+  uint32_t shared_count = 0;  // stages so far that both halves read: slot and phase of their weights
+
+  // of the query block whose dq is on the matrix units
+  bool leaving_shared = false;
+  uint32_t leaving_stage = kNoQueryStage, leaving_slot = 0;
+
+  __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m, int h)
+      : a(arguments), memory(m), half(h) {}
+
+  __device__ __forceinline__ void wait() {
+    barrier_wait(memory.full + 8 * place.stage, place.phase, place.stage | 0x100);
+    flags = memory.notes[place.stage].flags;
+  }
+
+  // each warp says for itself that it is done
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    __syncwarp();
+    if (thread_now() % 32 == 0) barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void release(uint32_t stage) const { arrive(memory.empty + 8 * stage); }
+
+  // Waits for the next stage that this half reads, or for the end of the tile. The ring must not come round to `held`, a stage
+  // that this half still needs: the copies behind it would wait for this half, and it for them.
+  __device__ __forceinline__ FoundQueries next(uint32_t held) {
+    wait();
+    while (!(flags & (kNoQueries | kReads << half))) {
+      release(place.stage);
+      place.advance();
+      if (place.stage == held) return kRingFull;
+      wait();
+    }
+    return flags & kNoQueries ? kTileOver : kQueriesFound;
+  }
+
+  // keys that do not count for a query, -inf. s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e
+  __device__ __forceinline__ void mask(float (&s)[32]) const {
+    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32;
+    if (flags & kOwnBlock << half) {
+      const int key = 16 * warp + lane / 4, query = 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (8 * j + query + i % 2 < key + 8 * (i / 2)) s[4 * j + i] = minus_infinity();
+    }
+    if (flags & kSomeColumns) {
+      const uint32_t mine = memory.notes[place.stage].mask[half][warp / 2] >> (16 * (warp % 2) + lane / 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (!(mine & (1u << (8 * r)))) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) s[4 * j + 2 * r] = s[4 * j + 2 * r + 1] = minus_infinity();
+        }
+    }
+  }
+
+  // raw scores -> probabilities, in place. A row without any key has only masked scores, whatever its lse.
+  __device__ __forceinline__ void probabilities(float (&s)[32]) const {
+    const float scale = a.problem.scale_log2;
+    const uint32_t lse = memory.lse(place.stage) + 8 * (thread_now() % 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 row = load_pair(lse + 32 * j);
+      const float x = fminf(row.x * -kLog2E, kHuge), y = fminf(row.y * -kLog2E, kHuge);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        s[4 * j + 2 * r] = exp2_fast(fmaf(s[4 * j + 2 * r], scale, x));
+        s[4 * j + 2 * r + 1] = exp2_fast(fmaf(s[4 * j + 2 * r + 1], scale, y));
+      }
+    }
+  }
+
+  // probabilities -> gradients of the scores, in place
+  __device__ __forceinline__ void score_gradients(float (&p)[32], const float (&dp)[32]) const {
+    const uint32_t delta = memory.delta(place.stage) + 8 * (thread_now() % 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 row = load_pair(delta + 32 * j);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        p[4 * j + 2 * r] *= dp[4 * j + 2 * r] - row.x;
+        p[4 * j + 2 * r + 1] *= dp[4 * j + 2 * r + 1] - row.y;
+      }
+    }
+  }
+
+  // 64 keys x 64 queries of bf16 into a box, as an operand with the contraction across its rows
+  __device__ __forceinline__ void store_weights(const uint32_t (&w)[4][4], uint32_t box) const {
+    const int thread = thread_now(), lane = thread % 32, row = thread % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store_matrices(box + row * 128 + (((2 * k + lane / 16) ^ (row % 8)) << 4), w[k]);
+    fence_async();
+  }
+
+  // dq^T [64 dims of `dims`, 64 queries] on its way to global memory. Two warps share a box of 32 dims.
+  __device__ __forceinline__ void add_queries(const float (&x)[32], int head, int block, int dims) const {
+    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2;
+    const bool leader = thread % 64 == 0;
+    const uint32_t box = memory.sum_box(half, pair);
+    const int dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
+    const uint32_t at = box + query * 128 + ((dim / 4 ^ query) << 4) + dim % 4 * 4;
+    const float scale = a.problem.scale;
+    if (leader) wait_added_read();
+    sync_warps(1 + 2 * half + pair, 64);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // 8 dims further is 2 units, the next query a row and another swizzle
+        store_float((at ^ (i / 2 * 32) ^ (i % 2 * 16)) + i % 2 * 128 + j * 1024, x[4 * j + i] * scale);
+    fence_async();
+    sync_warps(1 + 2 * half + pair, 64);
+    if (leader) add_box(&a.dq, box, 64 * dims + 32 * pair, block * kBlock, head);
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&s)[32]) const {
+    pin(s);
+    products_begin();
+    product_over_dims(s, memory.k_tile(half), memory.q_tile(place.stage));
+    products_commit();
+  }
+
+  __device__ __forceinline__ void issue_keys(float (&dk)[64], uint32_t (&weights)[4][4]) const {
+    pin(weights), pin(dk);
+    products_begin();
+    value_product(dk, weights, memory.q_tile(place.stage));
+    products_commit();
+  }
+
+  // dq of the stage before is complete in x, and with it all that read the stage
+  __device__ __forceinline__ void finish(const float (&x)[32]) {
+    const int head = memory.notes[leaving_stage].head, block = memory.notes[leaving_stage].block;
+    release(leaving_stage);
+    if (leaving_shared) arrive(memory.weights_free + 8 * leaving_slot);
+    add_queries(x, head, block, leaving_shared ? half : 1);
+    leaving_stage = kNoQueryStage;
+  }
+
+  // A stage whose scores are on the matrix units; ends with its dk and dq there.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
+    uint32_t operand[4][4];
+    if constexpr (!kFirst) finish(x);
+    pin(x);
+    products_begin();
+    product_over_dims(x, memory.v_tile(half), memory.do_tile(place.stage));
+    products_commit();
+    products_wait<1>();
+    pin(s);
+    if (flags & (kOwnBlock << half | kSomeColumns)) mask(s);
+    probabilities(s);
+    weights_to_operand(s, operand);
+    pin(operand), pin(dv);
+    products_begin();
+    value_product(dv, operand, memory.do_tile(place.stage));
+    products_commit();
+    products_wait<1>();
+    pin(x);
+    score_gradients(s, x);
+    uint32_t weights[4][4];
+    weights_to_operand(s, weights);
+    const bool shared = (flags & kReadsBoth) == kReadsBoth;
+    const uint32_t slot = shared_count % 2, phase = shared_count / 2 % 2;
+    barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
+    store_weights(weights, memory.weights_box(slot, half));
+    if (shared) {
+      arrive(memory.weights_ready + 8 * slot);
+      issue_keys(dk, weights);
+      products_wait<1>();
+      pin(dv), pin(operand);
+      barrier_wait(memory.weights_ready + 8 * slot, phase, slot | 0x400);
+      ++shared_count;
+      pin(x);
+      products_begin();
+      product_over_keys(x, memory.k_tile(0) + half * kBoxBytes, memory.weights_box(slot, 0), false);
+      product_over_keys(x, memory.k_tile(1) + half * kBoxBytes, memory.weights_box(slot, 1), true);
+      products_commit();
+    } else {
+      sync_warps(5 + half, 128);
+      pin(x);
+      products_begin();
+      product_over_keys(x, memory.k_tile(half), memory.weights_box(slot, half), false);
+      products_commit();
+      issue_keys(dk, weights);
+      products_wait<1>();
+      pin(dv), pin(operand), pin(x);
+      add_queries(x, memory.notes[place.stage].head, memory.notes[place.stage].block, 0);
+      pin(x);
+      products_begin();
+      product_over_keys(x, memory.k_tile(half) + kBoxBytes, memory.weights_box(slot, half), false);
+      products_commit();
+    }
+    pin(weights);
+    leaving_shared = shared, leaving_slot = slot, leaving_stage = place.stage;
+    place.advance();
+  }
+
+  // all stages of a tile; ends with the boundary that follows it as the current stage. Whether there were any.
+  __device__ __forceinline__ bool attend(float (&dk)[64], float (&dv)[64]) {
+    float s[32], x[32];
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) dk[i] = dv[i] = 0.0f;
+    while (next(kNoQueryStage) == kQueriesFound) {
+      any = true;
+      issue_scores(s);
+      step<true>(s, x, dk, dv);
+      FoundQueries found;
+      while ((found = next(leaving_stage)) == kQueriesFound) {
+        products_wait<0>();
+        pin(x), pin(dk), pin(dv);
+        issue_scores(s);
+        step<false>(s, x, dk, dv);
+      }
+      products_wait<0>();
+      pin(x), pin(dk), pin(dv);
+      finish(x);
+      if (found == kTileOver) break;
+    }
+    arrive(memory.keys_free);
+    return any;
+  }
+
+  __device__ __forceinline__ void run() {
+    wait();
+    while (!(flags & kNoMore)) {
+      const int number = memory.notes[place.stage].block;
+      release(place.stage);
+      place.advance();
+      float dk[64], dv[64];
+      if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half, dk, dv);
+    }
+    wait_added();
+  }
+};
+
+}  // namespace ds_sparse_ring

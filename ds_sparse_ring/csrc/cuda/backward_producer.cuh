@@ -1,0 +1,112 @@
+// The warp that walks the index and copies: keys and values of one tile after the other, then the query blocks that read them.
+#pragma once
+
+#include "readers.cuh"
+
+namespace ds_sparse_ring {
+
+struct QueryProducer {
+  const BackwardArguments& a;
+  const BackwardMemory& memory;
+  QueryPlace place;
+  uint32_t keys_phase = 0;
+  bool leader;  // one lane writes notes and starts copies
+
+  __device__ __forceinline__ QueryProducer(const BackwardArguments& arguments, const BackwardMemory& m)
+      : a(arguments), memory(m), leader(threadIdx.x % 32 == 0) {}
+
+  __device__ __forceinline__ void acquire() { barrier_wait(memory.empty + 8 * place.stage, place.phase ^ 1, place.stage); }
+  __device__ __forceinline__ uint32_t barrier() const { return memory.full + 8 * place.stage; }
+
+  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, int row, int head) const {
+    copy_box(into, map, barrier(), 0, row, head);
+    copy_box(into + kBoxBytes, map, barrier(), 64, row, head);
+  }
+
+  __device__ __forceinline__ void push_keys(int number, const CUtensorMap* k, const CUtensorMap* v, int row, int head) {
+    acquire();
+    barrier_wait(memory.keys_free, keys_phase ^ 1, 0x200);
+    keys_phase ^= 1;
+    if (leader) {
+      memory.notes[place.stage].flags = kTileBegins;
+      memory.notes[place.stage].block = number;
+      barrier_arrive_expect(barrier(), 4 * kTileBytes16);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // what lies behind the last key reads as 0
+        copy_tile(memory.k_tile(h), k, row + h * kBlock, head);
+        copy_tile(memory.v_tile(h), v, row + h * kBlock, head);
+      }
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ void push_end() {
+    acquire();
+    if (leader) {
+      memory.notes[place.stage].flags = kNoMore;
+      barrier_arrive(barrier());
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ void push_queries(int head, int block, uint32_t flags, const uint32_t (*mask)[2]) {
+    acquire();
+    if (leader) {
+      const BackwardProblem& p = a.problem;
+      QueryNote& note = memory.notes[place.stage];
+      note.flags = flags, note.head = head, note.block = block;
+      if (mask) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
+      }
+      barrier_arrive_expect(barrier(), kQueryStageBytes + 2 * kRowBytes);
+      copy_tile(memory.q_tile(place.stage), &a.q, block * kBlock, head);
+      copy_bytes(memory.lse(place.stage), p.lse + head * p.lse_head + block * kBlock, kRowBytes, barrier());
+      copy_tile(memory.do_tile(place.stage), &a.d_o, block * kBlock, head);
+      copy_bytes(memory.delta(place.stage), p.delta + head * p.delta_head + block * kBlock, kRowBytes, barrier());
+    }
+    place.advance();
+  }
+
+  __device__ __forceinline__ int next_tile() const {
+    int number = 0;
+    if (leader) number = atomicAdd(a.problem.next_tile, 1);
+    return __shfl_sync(kAllLanes, number, 0);
+  }
+
+  __device__ __forceinline__ void push_columns(int number, const KeyTile& tile) {
+    push_keys(number, &a.column_k, &a.column_v, static_cast<int>(tile.first), 0);
+    const int group = a.problem.heads_per_pattern, first = tile.row % a.problem.tables.patterns * group;
+    for (int head = first; head < first + group; ++head)
+      for_each_column_reader(a.problem, tile, [&](int block, uint32_t flags, const uint32_t (&mask)[2][2]) {
+        push_queries(head, block, flags, mask);
+      });
+  }
+
+  __device__ __forceinline__ void push_blocks(int number, const KeyTile& tile) {
+    const BackwardProblem& p = a.problem;
+    push_keys(number, &a.k, &a.v, tile.key * kBlock, tile.kv_head);
+    const int last = min(tile.key + 1, p.k_blocks - 1);
+    const int from = min(p.k_segments[2 * tile.key], p.k_segments[2 * last]);
+    const int to = max(p.k_segments[2 * tile.key + 1], p.k_segments[2 * last + 1]);
+    const int group = p.heads / p.kv_heads;
+    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head)
+      for (int segment = from; segment < to; ++segment)
+        for_each_reader(p, tile.key, segment, head / p.heads_per_pattern,
+                        [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); });
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tiles = key_tiles(a.problem);
+    for (int number = next_tile(); number < tiles; number = next_tile()) {
+      const KeyTile tile = key_tile_of(a.problem, number);
+      if (!tile.columns)
+        push_blocks(number, tile);
+      else if (tile.row >= 0)
+        push_columns(number, tile);
+    }
+    push_end();
+  }
+};
+
+}  // namespace ds_sparse_ring
