@@ -9,13 +9,14 @@ namespace ds_sparse_ring {
 
 constexpr int kBackwardThreads = 3 * 128;
 constexpr int kQueryProducerRegisters = 32, kQueryConsumerRegisters = 240;  // 128 * (32 + 2 * 240) of 65536
-constexpr uint32_t kBackwardSharedBytes = BackwardMemory::bytes + 1024;     // and room to align it
+constexpr uint32_t kBackwardSharedBytes = BackwardMemory::bytes;
 
 __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
-  extern __shared__ uint8_t raw[];
-  const BackwardMemory memory(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  extern __shared__ __align__(1024) uint8_t raw[];  // an address that the compiler knows takes no registers
+  const BackwardMemory memory(raw);
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
+    if (memory.keys % 1024) __trap();
     memory.init();
     prefetch_map(&a.q), prefetch_map(&a.k), prefetch_map(&a.v), prefetch_map(&a.d_o), prefetch_map(&a.dq);
   }
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const __g
     if (threadIdx.x < 32) QueryProducer(a, memory).run();
   } else {
     take_registers<kQueryConsumerRegisters>();
-    QueryConsumer(a, memory, warpgroup - 1).run();
+    QueryConsumer(a, memory).run();
   }
 }
 

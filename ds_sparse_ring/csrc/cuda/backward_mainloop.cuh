@@ -22,21 +22,21 @@ constexpr uint32_t kNoQueryStage = kQueryStages;
 struct QueryConsumer {
   const BackwardArguments& a;
   const BackwardMemory& memory;
-  const int half;
   QueryPlace place;       // the next stage; once `flags` are read, the current one
   uint32_t flags = 0;
   uint32_t shared_count = 0;  // stages so far that both halves read: slot and phase of their weights
 
   // of the query block whose dq is on the matrix units
-  bool leaving_shared = false;
-  uint32_t leaving_stage = kNoQueryStage, leaving_slot = 0;
+  uint32_t leaving = 0;  // its stage, 0x100 if both halves read it, slot << 9
 
-  __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m, int h)
-      : a(arguments), memory(m), half(h) {}
+  __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m)
+      : a(arguments), memory(m) {}
+
+  static __device__ __forceinline__ int half() { return thread_now() / 128 - 1; }
 
   __device__ __forceinline__ void wait() {
     barrier_wait(memory.full + 8 * place.stage, place.phase, place.stage | 0x100);
-    flags = memory.notes[place.stage].flags;
+    flags = load_word(memory.note(place.stage) + kNoteFlags);
   }
 
   // each warp says for itself that it is done
@@ -50,7 +50,7 @@ struct QueryConsumer {
   // that this half still needs: the copies behind it would wait for this half, and it for them.
   __device__ __forceinline__ FoundQueries next(uint32_t held) {
     wait();
-    while (!(flags & (kNoQueries | kReads << half))) {
+    while (!(flags & (kNoQueries | kReads << half()))) {
       release(place.stage);
       place.advance();
       if (place.stage == held) return kRingFull;
@@ -62,7 +62,7 @@ struct QueryConsumer {
   // keys that do not count for a query, -inf. s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e
   __device__ __forceinline__ void mask(float (&s)[32]) const {
     const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32;
-    if (flags & kOwnBlock << half) {
+    if (flags & kOwnBlock << half()) {
       const int key = 16 * warp + lane / 4, query = 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
@@ -71,7 +71,7 @@ struct QueryConsumer {
           if (8 * j + query + i % 2 < key + 8 * (i / 2)) s[4 * j + i] = minus_infinity();
     }
     if (flags & kSomeColumns) {
-      const uint32_t mine = memory.notes[place.stage].mask[half][warp / 2] >> (16 * (warp % 2) + lane / 4);
+      const uint32_t mine = load_word(memory.note(place.stage) + kNoteMask + 8 * half() + 4 * (warp / 2)) >> (16 * (warp % 2) + lane / 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         if (!(mine & (1u << (8 * r)))) {
@@ -120,29 +120,31 @@ struct QueryConsumer {
   }
 
   // dq^T [64 dims of `dims`, 64 queries] on its way to global memory. Two warps share a box of 32 dims.
-  __device__ __forceinline__ void add_queries(const float (&x)[32], int head, int block, int dims) const {
-    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2;
+  __device__ __forceinline__ void add_queries(const float (&x)[32], uint32_t stage, int dims) const {
+    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2, wg = thread / 128 - 1;
     const bool leader = thread % 64 == 0;
-    const uint32_t box = memory.sum_box(half, pair);
+    const uint32_t box = memory.sum_box(wg, pair);
     const int dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
     const uint32_t at = box + query * 128 + ((dim / 4 ^ query) << 4) + dim % 4 * 4;
     const float scale = a.problem.scale;
     if (leader) wait_added_read();
-    sync_warps(1 + 2 * half + pair, 64);
+    sync_warps(1 + 2 * wg + pair, 64);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i)  // 8 dims further is 2 units, the next query a row and another swizzle
         store_float((at ^ (i / 2 * 32) ^ (i % 2 * 16)) + i % 2 * 128 + j * 1024, x[4 * j + i] * scale);
     fence_async();
-    sync_warps(1 + 2 * half + pair, 64);
-    if (leader) add_box(&a.dq, box, 64 * dims + 32 * pair, block * kBlock, head);
+    sync_warps(1 + 2 * wg + pair, 64);
+    if (leader)
+      add_box(&a.dq, box, 64 * dims + 32 * pair, load_word(memory.note(stage) + kNoteBlock) * kBlock,
+              load_word(memory.note(stage) + kNoteHead));
   }
 
   __device__ __forceinline__ void issue_scores(float (&s)[32]) const {
     pin(s);
     products_begin();
-    product_over_dims(s, memory.k_tile(half), memory.q_tile(place.stage));
+    product_over_dims(s, memory.k_tile(half()), memory.q_tile(place.stage));
     products_commit();
   }
 
@@ -154,12 +156,12 @@ struct QueryConsumer {
   }
 
   // dq of the stage before is complete in x, and with it all that read the stage
-  __device__ __forceinline__ void finish(const float (&x)[32]) {
-    const int head = memory.notes[leaving_stage].head, block = memory.notes[leaving_stage].block;
-    release(leaving_stage);
-    if (leaving_shared) arrive(memory.weights_free + 8 * leaving_slot);
-    add_queries(x, head, block, leaving_shared ? half : 1);
-    leaving_stage = kNoQueryStage;
+  __device__ __forceinline__ void finish(const float (&x)[32]) const {
+    const uint32_t stage = leaving & 0xFF, slot = leaving >> 9;
+    const bool shared = leaving & 0x100;
+    if (shared) arrive(memory.weights_free + 8 * slot);
+    add_queries(x, stage, shared ? half() : 1);
+    release(stage);
   }
 
   // A stage whose scores are on the matrix units; ends with its dk and dq there.
@@ -169,11 +171,11 @@ struct QueryConsumer {
     if constexpr (!kFirst) finish(x);
     pin(x);
     products_begin();
-    product_over_dims(x, memory.v_tile(half), memory.do_tile(place.stage));
+    product_over_dims(x, memory.v_tile(half()), memory.do_tile(place.stage));
     products_commit();
     products_wait<1>();
     pin(s);
-    if (flags & (kOwnBlock << half | kSomeColumns)) mask(s);
+    if (flags & (kOwnBlock << half() | kSomeColumns)) mask(s);
     probabilities(s);
     weights_to_operand(s, operand);
     pin(operand), pin(dv);
@@ -188,7 +190,7 @@ struct QueryConsumer {
     const bool shared = (flags & kReadsBoth) == kReadsBoth;
     const uint32_t slot = shared_count % 2, phase = shared_count / 2 % 2;
     barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
-    store_weights(weights, memory.weights_box(slot, half));
+    store_weights(weights, memory.weights_box(slot, half()));
     if (shared) {
       arrive(memory.weights_ready + 8 * slot);
       issue_keys(dk, weights);
@@ -198,26 +200,26 @@ struct QueryConsumer {
       ++shared_count;
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(0) + half * kBoxBytes, memory.weights_box(slot, 0), false);
-      product_over_keys(x, memory.k_tile(1) + half * kBoxBytes, memory.weights_box(slot, 1), true);
+      product_over_keys(x, memory.k_tile(0) + half() * kBoxBytes, memory.weights_box(slot, 0), false);
+      product_over_keys(x, memory.k_tile(1) + half() * kBoxBytes, memory.weights_box(slot, 1), true);
       products_commit();
     } else {
-      sync_warps(5 + half, 128);
+      sync_warps(5 + half(), 128);
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(half), memory.weights_box(slot, half), false);
+      product_over_keys(x, memory.k_tile(half()), memory.weights_box(slot, half()), false);
       products_commit();
       issue_keys(dk, weights);
       products_wait<1>();
       pin(dv), pin(operand), pin(x);
-      add_queries(x, memory.notes[place.stage].head, memory.notes[place.stage].block, 0);
+      add_queries(x, place.stage, 0);
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(half) + kBoxBytes, memory.weights_box(slot, half), false);
+      product_over_keys(x, memory.k_tile(half()) + kBoxBytes, memory.weights_box(slot, half()), false);
       products_commit();
     }
     pin(weights);
-    leaving_shared = shared, leaving_slot = slot, leaving_stage = place.stage;
+    leaving = place.stage | (shared ? 0x100 : 0) | slot << 9;
     place.advance();
   }
 
@@ -232,7 +234,7 @@ struct QueryConsumer {
       issue_scores(s);
       step<true>(s, x, dk, dv);
       FoundQueries found;
-      while ((found = next(leaving_stage)) == kQueriesFound) {
+      while ((found = next(leaving & 0xFF)) == kQueriesFound) {
         products_wait<0>();
         pin(x), pin(dk), pin(dv);
         issue_scores(s);
@@ -250,11 +252,11 @@ struct QueryConsumer {
   __device__ __forceinline__ void run() {
     wait();
     while (!(flags & kNoMore)) {
-      const int number = memory.notes[place.stage].block;
+      const int number = static_cast<int>(load_word(memory.note(place.stage) + kNoteBlock));
       release(place.stage);
       place.advance();
       float dk[64], dv[64];
-      if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half, dk, dv);
+      if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half(), dk, dv);
     }
     wait_added();
   }

@@ -28,8 +28,8 @@ struct QueryProducer {
     barrier_wait(memory.keys_free, keys_phase ^ 1, 0x200);
     keys_phase ^= 1;
     if (leader) {
-      memory.notes[place.stage].flags = kTileBegins;
-      memory.notes[place.stage].block = number;
+      store_word(memory.note(place.stage) + kNoteFlags, kTileBegins);
+      store_word(memory.note(place.stage) + kNoteBlock, number);
       barrier_arrive_expect(barrier(), 4 * kTileBytes16);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // what lies behind the last key reads as 0
@@ -43,7 +43,7 @@ struct QueryProducer {
   __device__ __forceinline__ void push_end() {
     acquire();
     if (leader) {
-      memory.notes[place.stage].flags = kNoMore;
+      store_word(memory.note(place.stage) + kNoteFlags, kNoMore);
       barrier_arrive(barrier());
     }
     place.advance();
@@ -53,11 +53,11 @@ struct QueryProducer {
     acquire();
     if (leader) {
       const BackwardProblem& p = a.problem;
-      QueryNote& note = memory.notes[place.stage];
-      note.flags = flags, note.head = head, note.block = block;
+      const uint32_t note = memory.note(place.stage);
+      store_word(note + kNoteFlags, flags), store_word(note + kNoteHead, head), store_word(note + kNoteBlock, block);
       if (mask) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
+        for (int i = 0; i < 4; ++i) store_word(note + kNoteMask + 4 * i, mask[i / 2][i % 2]);
       }
       barrier_arrive_expect(barrier(), kQueryStageBytes + 2 * kRowBytes);
       copy_tile(memory.q_tile(place.stage), &a.q, block * kBlock, head);

@@ -27,11 +27,8 @@ enum QueryNoteFlag : uint32_t {
   kNoQueries = kTileBegins | kNoMore,
 };
 
-struct alignas(32) QueryNote {
-  uint32_t flags;
-  int head, block;
-  uint32_t mask[2][2];  // [half][keys 0 to 31, 32 to 63]
-};
+// Words of a note. `kNoteMask`: four words, [half][keys 0 to 31, 32 to 63].
+enum QueryNote : uint32_t { kNoteFlags = 0, kNoteHead = 4, kNoteBlock = 8, kNoteMask = 12, kNoteBytes = 32 };
 
 struct BackwardMemory {
   uint32_t keys;      // [half][k, v][64 x 128] of the tile
@@ -40,10 +37,9 @@ struct BackwardMemory {
   uint32_t sums;      // [warpgroup][2][64 x 32] fp32: query gradients on their way out
   uint32_t rows;      // [stage][lse, delta][64]
   uint32_t full, empty, keys_free, weights_ready, weights_free;  // barriers: stages, stages, 1, slots, slots
-  QueryNote* notes;
 
   static constexpr uint32_t tiles_bytes = 4 * kTileBytes16 + kQueryStages * kQueryStageBytes + 4 * kBoxBytes + 2 * kSumBytes;
-  static constexpr uint32_t bytes = tiles_bytes + kQueryStages * (2 * kRowBytes + sizeof(QueryNote) + 16) + 5 * 8;
+  static constexpr uint32_t bytes = tiles_bytes + kQueryStages * (2 * kRowBytes + kNoteBytes + 16) + 5 * 8;
 
   // aligned to 1024 bytes
   __device__ __forceinline__ explicit BackwardMemory(uint8_t* memory)
@@ -52,12 +48,11 @@ struct BackwardMemory {
         weights(stages + kQueryStages * kQueryStageBytes),
         sums(weights + 4 * kBoxBytes),
         rows(sums + 2 * kSumBytes),
-        full(rows + kQueryStages * (2 * kRowBytes + static_cast<uint32_t>(sizeof(QueryNote)))),
+        full(rows + kQueryStages * (2 * kRowBytes + kNoteBytes)),
         empty(full + 8 * kQueryStages),
         keys_free(empty + 8 * kQueryStages),
         weights_ready(keys_free + 8),
-        weights_free(weights_ready + 16),
-        notes(reinterpret_cast<QueryNote*>(memory + tiles_bytes + kQueryStages * 2 * kRowBytes)) {}
+        weights_free(weights_ready + 16) {}
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryStages; ++i) {
@@ -78,6 +73,7 @@ struct BackwardMemory {
   __device__ __forceinline__ uint32_t do_tile(uint32_t stage) const { return q_tile(stage) + kTileBytes16; }
   __device__ __forceinline__ uint32_t lse(uint32_t stage) const { return rows + stage * 2 * kRowBytes; }
   __device__ __forceinline__ uint32_t delta(uint32_t stage) const { return lse(stage) + kRowBytes; }
+  __device__ __forceinline__ uint32_t note(uint32_t stage) const { return rows + kQueryStages * 2 * kRowBytes + stage * kNoteBytes; }
   __device__ __forceinline__ uint32_t weights_box(uint32_t slot, int half) const {
     return weights + (2 * slot + half) * kBoxBytes;
   }

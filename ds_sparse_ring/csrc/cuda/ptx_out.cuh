@@ -24,6 +24,16 @@ __device__ __forceinline__ float2 load_pair(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_word(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_float(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
