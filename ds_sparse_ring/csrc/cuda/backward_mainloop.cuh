@@ -26,9 +26,6 @@ struct QueryConsumer {
   uint32_t flags = 0;
   uint32_t shared_count = 0;  // stages so far that both halves read: slot and phase of their weights
 
-  // of the query block whose dq is on the matrix units
-  uint32_t leaving = 0;  // its stage, 0x100 if both halves read it, slot << 9
-
   __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m)
       : a(arguments), memory(m) {}
 
@@ -148,79 +145,85 @@ struct QueryConsumer {
     products_commit();
   }
 
-  __device__ __forceinline__ void issue_keys(float (&dk)[64], uint32_t (&weights)[4][4]) const {
+  __device__ __forceinline__ void issue_keys(float (&dk)[64], uint32_t (&weights)[4][4], uint32_t stage) const {
     pin(weights), pin(dk);
     products_begin();
-    value_product(dk, weights, memory.q_tile(place.stage));
+    value_product(dk, weights, memory.q_tile(stage));
     products_commit();
   }
 
-  // dq of the stage before is complete in x, and with it all that read the stage
-  __device__ __forceinline__ void finish(const float (&x)[32]) const {
-    const uint32_t stage = leaving & 0xFF, slot = leaving >> 9;
-    const bool shared = leaving & 0x100;
-    if (shared) arrive(memory.weights_free + 8 * slot);
-    add_queries(x, stage, shared ? half() : 1);
-    release(stage);
-  }
-
-  // A stage whose scores are on the matrix units; ends with its dk and dq there.
-  template <bool kFirst>
-  __device__ __forceinline__ void step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
+  // A stage whose scores are in s; ends with the next one's there, if there is one.
+  __device__ __forceinline__ FoundQueries step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
     uint32_t operand[4][4];
-    if constexpr (!kFirst) finish(x);
+    const uint32_t stage = place.stage;
+    const bool shared = (flags & kReadsBoth) == kReadsBoth;
     pin(x);
     products_begin();
-    product_over_dims(x, memory.v_tile(half()), memory.do_tile(place.stage));
+    product_over_dims(x, memory.v_tile(half()), memory.do_tile(stage));
     products_commit();
-    products_wait<1>();
-    pin(s);
     if (flags & (kOwnBlock << half() | kSomeColumns)) mask(s);
     probabilities(s);
     weights_to_operand(s, operand);
     pin(operand), pin(dv);
     products_begin();
-    value_product(dv, operand, memory.do_tile(place.stage));
+    value_product(dv, operand, memory.do_tile(stage));
     products_commit();
     products_wait<1>();
     pin(x);
     score_gradients(s, x);
     uint32_t weights[4][4];
     weights_to_operand(s, weights);
-    const bool shared = (flags & kReadsBoth) == kReadsBoth;
     const uint32_t slot = shared_count % 2, phase = shared_count / 2 % 2;
     barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
     store_weights(weights, memory.weights_box(slot, half()));
     if (shared) {
       arrive(memory.weights_ready + 8 * slot);
-      issue_keys(dk, weights);
-      products_wait<1>();
-      pin(dv), pin(operand);
-      barrier_wait(memory.weights_ready + 8 * slot, phase, slot | 0x400);
       ++shared_count;
+    } else {
+      sync_warps(5 + half(), 128);
+    }
+    place.advance();
+    const FoundQueries found = next(stage);
+    products_wait<0>();
+    pin(dv), pin(operand);
+    if (shared) {
+      issue_keys(dk, weights, stage);
+      barrier_wait(memory.weights_ready + 8 * slot, phase, slot | 0x400);
       pin(x);
       products_begin();
       product_over_keys(x, memory.k_tile(0) + half() * kBoxBytes, memory.weights_box(slot, 0), false);
       product_over_keys(x, memory.k_tile(1) + half() * kBoxBytes, memory.weights_box(slot, 1), true);
       products_commit();
+      issue_scores(s);
+      products_wait<1>();
+      pin(x), pin(dk), pin(weights);
+      arrive(memory.weights_free + 8 * slot);
+      add_queries(x, stage, half());
+      release(stage);
+      products_wait<0>();
+      pin(s);
     } else {
-      sync_warps(5 + half(), 128);
       pin(x);
       products_begin();
       product_over_keys(x, memory.k_tile(half()), memory.weights_box(slot, half()), false);
       products_commit();
-      issue_keys(dk, weights);
+      issue_keys(dk, weights, stage);
       products_wait<1>();
-      pin(dv), pin(operand), pin(x);
-      add_queries(x, place.stage, 0);
+      pin(x);
+      add_queries(x, stage, 0);
       pin(x);
       products_begin();
       product_over_keys(x, memory.k_tile(half()) + kBoxBytes, memory.weights_box(slot, half()), false);
       products_commit();
+      issue_scores(s);
+      products_wait<1>();
+      pin(x), pin(dk), pin(weights);
+      add_queries(x, stage, 1);
+      release(stage);
+      products_wait<0>();
+      pin(s);
     }
-    pin(weights);
-    leaving = place.stage | (shared ? 0x100 : 0) | slot << 9;
-    place.advance();
+    return found;
   }
 
   // all stages of a tile; ends with the boundary that follows it as the current stage. Whether there were any.
@@ -232,17 +235,11 @@ struct QueryConsumer {
     while (next(kNoQueryStage) == kQueriesFound) {
       any = true;
       issue_scores(s);
-      step<true>(s, x, dk, dv);
-      FoundQueries found;
-      while ((found = next(leaving & 0xFF)) == kQueriesFound) {
-        products_wait<0>();
-        pin(x), pin(dk), pin(dv);
-        issue_scores(s);
-        step<false>(s, x, dk, dv);
-      }
       products_wait<0>();
-      pin(x), pin(dk), pin(dv);
-      finish(x);
+      pin(s);
+      FoundQueries found;
+      while ((found = step(s, x, dk, dv)) == kQueriesFound) {
+      }
       if (found == kTileOver) break;
     }
     arrive(memory.keys_free);
