@@ -247,11 +247,14 @@ struct QueryConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    uint32_t keys_phase = 0;
     wait();
     while (!(flags & kNoMore)) {
       const int number = static_cast<int>(load_word(memory.note(place.stage) + kNoteBlock));
       release(place.stage);
       place.advance();
+      barrier_wait(memory.keys_full, keys_phase, 0x500);
+      keys_phase ^= 1;
       float dk[64], dv[64];
       if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half(), dk, dv);
     }

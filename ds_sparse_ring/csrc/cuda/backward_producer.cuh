@@ -18,23 +18,26 @@ struct QueryProducer {
   __device__ __forceinline__ void acquire() { barrier_wait(memory.empty + 8 * place.stage, place.phase ^ 1, place.stage); }
   __device__ __forceinline__ uint32_t barrier() const { return memory.full + 8 * place.stage; }
 
-  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, int row, int head) const {
-    copy_box(into, map, barrier(), 0, row, head);
-    copy_box(into + kBoxBytes, map, barrier(), 64, row, head);
+  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, uint32_t arrives, int row, int head) const {
+    copy_box(into, map, arrives, 0, row, head);
+    copy_box(into + kBoxBytes, map, arrives, 64, row, head);
   }
 
   __device__ __forceinline__ void push_keys(int number, const CUtensorMap* k, const CUtensorMap* v, int row, int head) {
     acquire();
-    barrier_wait(memory.keys_free, keys_phase ^ 1, 0x200);
-    keys_phase ^= 1;
     if (leader) {
       store_word(memory.note(place.stage) + kNoteFlags, kTileBegins);
       store_word(memory.note(place.stage) + kNoteBlock, number);
-      barrier_arrive_expect(barrier(), 4 * kTileBytes16);
+      barrier_arrive(barrier());
+    }
+    barrier_wait(memory.keys_free, keys_phase ^ 1, 0x200);
+    keys_phase ^= 1;
+    if (leader) {
+      barrier_arrive_expect(memory.keys_full, 4 * kTileBytes16);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // what lies behind the last key reads as 0
-        copy_tile(memory.k_tile(h), k, row + h * kBlock, head);
-        copy_tile(memory.v_tile(h), v, row + h * kBlock, head);
+        copy_tile(memory.k_tile(h), k, memory.keys_full, row + h * kBlock, head);
+        copy_tile(memory.v_tile(h), v, memory.keys_full, row + h * kBlock, head);
       }
     }
     place.advance();
@@ -60,9 +63,9 @@ struct QueryProducer {
         for (int i = 0; i < 4; ++i) store_word(note + kNoteMask + 4 * i, mask[i / 2][i % 2]);
       }
       barrier_arrive_expect(barrier(), kQueryStageBytes + 2 * kRowBytes);
-      copy_tile(memory.q_tile(place.stage), &a.q, block * kBlock, head);
+      copy_tile(memory.q_tile(place.stage), &a.q, barrier(), block * kBlock, head);
       copy_bytes(memory.lse(place.stage), p.lse + head * p.lse_head + block * kBlock, kRowBytes, barrier());
-      copy_tile(memory.do_tile(place.stage), &a.d_o, block * kBlock, head);
+      copy_tile(memory.do_tile(place.stage), &a.d_o, barrier(), block * kBlock, head);
       copy_bytes(memory.delta(place.stage), p.delta + head * p.delta_head + block * kBlock, kRowBytes, barrier());
     }
     place.advance();

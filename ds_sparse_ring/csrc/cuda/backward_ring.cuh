@@ -1,8 +1,8 @@
 // Shared memory of the backward kernel, and who waits for what.
 //
 // A tile is 128 keys of a key/value head (two key blocks, or two tiles of columns), 64 for each of two warpgroups. Its keys and
-// values stay while stages pass: the queries and output gradients of one query block, with a note which half uses it. A tile
-// begins with a stage that carries no queries, whose barrier says that its keys and values are there.
+// values stay while stages pass: the queries and output gradients of one query block, with a note which half uses it. A stage
+// without queries says that a tile ends and the next one begins: only then are the keys given back and replaced.
 #pragma once
 
 #include "ptx_out.cuh"
@@ -36,10 +36,11 @@ struct BackwardMemory {
   uint32_t weights;   // [slot][half][64 keys x 64 queries]: gradients of the scores, transposed
   uint32_t sums;      // [warpgroup][2][64 x 32] fp32: query gradients on their way out
   uint32_t rows;      // [stage][lse, delta][64]
-  uint32_t full, empty, keys_free, weights_ready, weights_free;  // barriers: stages, stages, 1, slots, slots
+  uint32_t full, empty;                                // barriers of the stages
+  uint32_t keys_full, keys_free, weights_ready, weights_free;  // of the tile, and one for each slot
 
   static constexpr uint32_t tiles_bytes = 4 * kTileBytes16 + kQueryStages * kQueryStageBytes + 4 * kBoxBytes + 2 * kSumBytes;
-  static constexpr uint32_t bytes = tiles_bytes + kQueryStages * (2 * kRowBytes + kNoteBytes + 16) + 5 * 8;
+  static constexpr uint32_t bytes = tiles_bytes + kQueryStages * (2 * kRowBytes + kNoteBytes + 16) + 6 * 8;
 
   // aligned to 1024 bytes
   __device__ __forceinline__ explicit BackwardMemory(uint8_t* memory)
@@ -50,7 +51,8 @@ struct BackwardMemory {
         rows(sums + 2 * kSumBytes),
         full(rows + kQueryStages * (2 * kRowBytes + kNoteBytes)),
         empty(full + 8 * kQueryStages),
-        keys_free(empty + 8 * kQueryStages),
+        keys_full(empty + 8 * kQueryStages),
+        keys_free(keys_full + 8),
         weights_ready(keys_free + 8),
         weights_free(weights_ready + 16) {}
 
@@ -59,6 +61,7 @@ struct BackwardMemory {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kBackwardConsumerWarps);
     }
+    barrier_init(keys_full, 1);
     barrier_init(keys_free, kBackwardConsumerWarps);
     for (int i = 0; i < 2; ++i) {
       barrier_init(weights_ready + 8 * i, kBackwardConsumerWarps);
