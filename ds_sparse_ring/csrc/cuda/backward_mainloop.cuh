@@ -29,7 +29,7 @@ struct QueryConsumer {
   __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m)
       : a(arguments), memory(m) {}
 
-  static __device__ __forceinline__ int half() { return thread_now() / 128 - 1; }
+  static __device__ __forceinline__ uint32_t half() { return uniform(thread_now() / 128 - 1); }
 
   __device__ __forceinline__ void wait() {
     barrier_wait(memory.full + 8 * place.stage, place.phase, place.stage | 0x100);
@@ -58,7 +58,7 @@ struct QueryConsumer {
 
   // keys that do not count for a query, -inf. s[4 j + 2 r + e]: key 16 warp + lane / 4 + 8 r, query 8 j + 2 (lane % 4) + e
   __device__ __forceinline__ void mask(float (&s)[32]) const {
-    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32;
+    const uint32_t thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32;
     if (flags & kOwnBlock << half()) {
       const int key = 16 * warp + lane / 4, query = 2 * (lane % 4);
 #pragma unroll
@@ -110,7 +110,7 @@ struct QueryConsumer {
 
   // 64 keys x 64 queries of bf16 into a box, as an operand with the contraction across its rows
   __device__ __forceinline__ void store_weights(const uint32_t (&w)[4][4], uint32_t box) const {
-    const int thread = thread_now(), lane = thread % 32, row = thread % 128 / 32 * 16 + lane % 16;
+    const uint32_t thread = thread_now(), lane = thread % 32, row = thread % 128 / 32 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k) store_matrices(box + row * 128 + (((2 * k + lane / 16) ^ (row % 8)) << 4), w[k]);
     fence_async();
@@ -118,7 +118,7 @@ struct QueryConsumer {
 
   // dq^T [64 dims of `dims`, 64 queries] on its way to global memory. Two warps share a box of 32 dims.
   __device__ __forceinline__ void add_queries(const float (&x)[32], uint32_t stage, int dims) const {
-    const int thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2, wg = thread / 128 - 1;
+    const uint32_t thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2, wg = thread / 128 - 1;
     const bool leader = thread % 64 == 0;
     const uint32_t box = memory.sum_box(wg, pair);
     const int dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
@@ -140,8 +140,9 @@ struct QueryConsumer {
 
   __device__ __forceinline__ void issue_scores(float (&s)[32]) const {
     pin(s);
+    const uint32_t k = memory.k_tile(half()), q = memory.q_tile(uniform(place.stage));
     products_begin();
-    product_over_dims(s, memory.k_tile(half()), memory.q_tile(place.stage));
+    product_over_dims(s, k, q);
     products_commit();
   }
 
@@ -155,7 +156,7 @@ struct QueryConsumer {
   // A stage whose scores are in s; ends with the next one's there, if there is one.
   __device__ __forceinline__ FoundQueries step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
     uint32_t operand[4][4];
-    const uint32_t stage = place.stage;
+    const uint32_t stage = uniform(place.stage);
     const bool shared = (flags & kReadsBoth) == kReadsBoth;
     pin(x);
     products_begin();
@@ -173,7 +174,7 @@ struct QueryConsumer {
     score_gradients(s, x);
     uint32_t weights[4][4];
     weights_to_operand(s, weights);
-    const uint32_t slot = shared_count % 2, phase = shared_count / 2 % 2;
+    const uint32_t slot = uniform(shared_count % 2), phase = shared_count / 2 % 2;
     barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
     store_weights(weights, memory.weights_box(slot, half()));
     if (shared) {

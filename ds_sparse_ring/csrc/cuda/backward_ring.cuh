@@ -70,17 +70,17 @@ struct BackwardMemory {
     barriers_visible_to_copies();
   }
 
-  __device__ __forceinline__ uint32_t k_tile(int half) const { return keys + half * 2 * kTileBytes16; }
-  __device__ __forceinline__ uint32_t v_tile(int half) const { return k_tile(half) + kTileBytes16; }
+  __device__ __forceinline__ uint32_t k_tile(uint32_t half) const { return keys + half * 2 * kTileBytes16; }
+  __device__ __forceinline__ uint32_t v_tile(uint32_t half) const { return k_tile(half) + kTileBytes16; }
   __device__ __forceinline__ uint32_t q_tile(uint32_t stage) const { return stages + stage * kQueryStageBytes; }
   __device__ __forceinline__ uint32_t do_tile(uint32_t stage) const { return q_tile(stage) + kTileBytes16; }
   __device__ __forceinline__ uint32_t lse(uint32_t stage) const { return rows + stage * 2 * kRowBytes; }
   __device__ __forceinline__ uint32_t delta(uint32_t stage) const { return lse(stage) + kRowBytes; }
   __device__ __forceinline__ uint32_t note(uint32_t stage) const { return rows + kQueryStages * 2 * kRowBytes + stage * kNoteBytes; }
-  __device__ __forceinline__ uint32_t weights_box(uint32_t slot, int half) const {
+  __device__ __forceinline__ uint32_t weights_box(uint32_t slot, uint32_t half) const {
     return weights + (2 * slot + half) * kBoxBytes;
   }
-  __device__ __forceinline__ uint32_t sum_box(int warpgroup, int box) const { return sums + (2 * warpgroup + box) * kBoxBytes; }
+  __device__ __forceinline__ uint32_t sum_box(uint32_t warpgroup, uint32_t box) const { return sums + (2 * warpgroup + box) * kBoxBytes; }
 };
 
 // Where a warp stands among the stages.

@@ -7,11 +7,14 @@
 namespace ds_sparse_ring {
 
 // threadIdx.x, read anew: what is computed from it takes no registers elsewhere
-__device__ __forceinline__ int thread_now() {
-  int x;
+__device__ __forceinline__ uint32_t thread_now() {
+  uint32_t x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
+
+// the same value in all lanes, as the compiler then knows
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 
 // waits for the other warps of barrier `id` (1 to 15), `threads` in all
 __device__ __forceinline__ void sync_warps(int id, int threads) {
