@@ -60,7 +60,7 @@ struct QueryConsumer {
   __device__ __forceinline__ void mask(float (&s)[32]) const {
     const uint32_t thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32;
     if (flags & kOwnBlock << half()) {
-      const int key = 16 * warp + lane / 4, query = 2 * (lane % 4);
+      const uint32_t key = 16 * warp + lane / 4, query = 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -68,10 +68,11 @@ struct QueryConsumer {
           if (8 * j + query + i % 2 < key + 8 * (i / 2)) s[4 * j + i] = minus_infinity();
     }
     if (flags & kSomeColumns) {
-      const uint32_t mine = load_word(memory.note(place.stage) + kNoteMask + 8 * half() + 4 * (warp / 2)) >> (16 * (warp % 2) + lane / 4);
+      const uint32_t keys = load_word(memory.note(place.stage) + kNoteMask + 8 * half() + 4 * (warp / 2)) >> 16 * (warp % 2) & 0xFFFF;
+      if (keys == 0xFFFF) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (!(mine & (1u << (8 * r)))) {
+        if (!(keys >> (lane / 4 + 8 * r) & 1)) {
 #pragma unroll
           for (int j = 0; j < 8; ++j) s[4 * j + 2 * r] = s[4 * j + 2 * r + 1] = minus_infinity();
         }
@@ -121,7 +122,7 @@ struct QueryConsumer {
     const uint32_t thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2, wg = thread / 128 - 1;
     const bool leader = thread % 64 == 0;
     const uint32_t box = memory.sum_box(wg, pair);
-    const int dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
+    const uint32_t dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
     const uint32_t at = box + query * 128 + ((dim / 4 ^ query) << 4) + dim % 4 * 4;
     const float scale = a.problem.scale;
     if (leader) wait_added_read();
@@ -138,9 +139,9 @@ struct QueryConsumer {
               load_word(memory.note(stage) + kNoteHead));
   }
 
-  __device__ __forceinline__ void issue_scores(float (&s)[32]) const {
+  __device__ __forceinline__ void issue_scores(float (&s)[32], uint32_t h) const {
     pin(s);
-    const uint32_t k = memory.k_tile(half()), q = memory.q_tile(uniform(place.stage));
+    const uint32_t k = memory.k_tile(h), q = memory.q_tile(uniform(place.stage));
     products_begin();
     product_over_dims(s, k, q);
     products_commit();
@@ -156,13 +157,13 @@ struct QueryConsumer {
   // A stage whose scores are in s; ends with the next one's there, if there is one.
   __device__ __forceinline__ FoundQueries step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
     uint32_t operand[4][4];
-    const uint32_t stage = uniform(place.stage);
+    const uint32_t stage = uniform(place.stage), h = half();
     const bool shared = (flags & kReadsBoth) == kReadsBoth;
     pin(x);
     products_begin();
-    product_over_dims(x, memory.v_tile(half()), memory.do_tile(stage));
+    product_over_dims(x, memory.v_tile(h), memory.do_tile(stage));
     products_commit();
-    if (flags & (kOwnBlock << half() | kSomeColumns)) mask(s);
+    if (flags & (kOwnBlock << h | kSomeColumns)) mask(s);
     probabilities(s);
     weights_to_operand(s, operand);
     pin(operand), pin(dv);
@@ -176,12 +177,12 @@ struct QueryConsumer {
     weights_to_operand(s, weights);
     const uint32_t slot = uniform(shared_count % 2), phase = shared_count / 2 % 2;
     barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
-    store_weights(weights, memory.weights_box(slot, half()));
+    store_weights(weights, memory.weights_box(slot, h));
     if (shared) {
       arrive(memory.weights_ready + 8 * slot);
       ++shared_count;
     } else {
-      sync_warps(5 + half(), 128);
+      sync_warps(5 + h, 128);
     }
     place.advance();
     const FoundQueries found = next(stage);
@@ -192,21 +193,21 @@ struct QueryConsumer {
       barrier_wait(memory.weights_ready + 8 * slot, phase, slot | 0x400);
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(0) + half() * kBoxBytes, memory.weights_box(slot, 0), false);
-      product_over_keys(x, memory.k_tile(1) + half() * kBoxBytes, memory.weights_box(slot, 1), true);
+      product_over_keys(x, memory.k_tile(0) + h * kBoxBytes, memory.weights_box(slot, 0), false);
+      product_over_keys(x, memory.k_tile(1) + h * kBoxBytes, memory.weights_box(slot, 1), true);
       products_commit();
-      issue_scores(s);
+      issue_scores(s, h);
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
       arrive(memory.weights_free + 8 * slot);
-      add_queries(x, stage, half());
+      add_queries(x, stage, h);
       release(stage);
       products_wait<0>();
       pin(s);
     } else {
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(half()), memory.weights_box(slot, half()), false);
+      product_over_keys(x, memory.k_tile(h), memory.weights_box(slot, h), false);
       products_commit();
       issue_keys(dk, weights, stage);
       products_wait<1>();
@@ -214,9 +215,9 @@ struct QueryConsumer {
       add_queries(x, stage, 0);
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(half()) + kBoxBytes, memory.weights_box(slot, half()), false);
+      product_over_keys(x, memory.k_tile(h) + kBoxBytes, memory.weights_box(slot, h), false);
       products_commit();
-      issue_scores(s);
+      issue_scores(s, h);
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
       add_queries(x, stage, 1);
@@ -235,7 +236,7 @@ struct QueryConsumer {
     for (int i = 0; i < 64; ++i) dk[i] = dv[i] = 0.0f;
     while (next(kNoQueryStage) == kQueriesFound) {
       any = true;
-      issue_scores(s);
+      issue_scores(s, half());
       products_wait<0>();
       pin(s);
       FoundQueries found;
