@@ -91,7 +91,7 @@ cudaError_t launch_backward(const BackwardProblem& p, int multiprocessors, cudaS
     a.problem.column_tiles = 0;
   }
   if (!encoded) return cudaErrorInvalidValue;
-  error = cudaMemsetAsync(p.next_tile, 0, sizeof(int32_t), stream);
+  error = cudaMemsetAsync(p.next_tile, 0, 2 * sizeof(int32_t), stream);
   if (error == cudaSuccess && p.overwrite_dq) error = zero_queries(p, stream);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBackwardSharedBytes);

@@ -22,7 +22,7 @@ struct BackwardProblem {
   int heads, kv_heads, q_blocks, k_blocks, heads_per_pattern;
   float scale, scale_log2;  // softmax scale; times log2(e)
   bool overwrite_dq;        // dq is set to zero first
-  int32_t* next_tile;       // device memory, 4 bytes; the launch sets it to 0
+  int32_t* next_tile;       // device memory, 8 bytes; the launch sets them to 0: tiles handed out, where to meet
   Tables tables;
   const int32_t* k_segments;                              // [m, 2] segments (from, to) that may read each key block
   const int32_t *column_tile_row, *column_tile_begin;     // [tiles] of 128 columns: row, and first column within it; row -1: none

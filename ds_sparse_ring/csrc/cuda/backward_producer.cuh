@@ -92,11 +92,17 @@ struct QueryProducer {
     const int last = min(tile.key + 1, p.k_blocks - 1);
     const int from = min(p.k_segments[2 * tile.key], p.k_segments[2 * last]);
     const int to = max(p.k_segments[2 * tile.key + 1], p.k_segments[2 * last + 1]);
-    const int group = p.heads / p.kv_heads;
-    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head)
-      for (int segment = from; segment < to; ++segment)
-        for_each_reader(p, tile.key, segment, head / p.heads_per_pattern,
-                        [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); });
+    const int group = p.heads / p.kv_heads, chunks = (to - from) * group;
+    // Sums have no order: begin where other blocks are, so that all read the same queries while these are in L2.
+    const int meeting = *static_cast<volatile int32_t*>(p.next_tile + 1) - from * group;
+    int chunk = __shfl_sync(kAllLanes, meeting >= 0 && meeting < chunks ? meeting : 0, 0);
+    for (int i = 0; i < chunks; ++i) {
+      if (leader) *static_cast<volatile int32_t*>(p.next_tile + 1) = from * group + chunk;
+      const int head = tile.kv_head * group + chunk % group;
+      for_each_reader(p, tile.key, from + chunk / group, head / p.heads_per_pattern,
+                      [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); });
+      if (++chunk == chunks) chunk = 0;
+    }
   }
 
   __device__ __forceinline__ void run() {
