@@ -1,7 +1,7 @@
 """Builds the compiled kernels ahead of time when asked to: ``DS_BUILD_OPS=1 pip install --no-build-isolation .``
 
 Everything else about the package stands in setup.cfg. As in DeepSpeed, an op's own variable (its builder's BUILD_VAR) set to 0
-leaves it out.
+leaves it out. What has a stand-in is left out by itself where it cannot be built, unless its variable is 1.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def compiled_ops() -> dict:
 
     modules = []
     for builder in (make() for make in ALL_BUILDERS):
-        if os.environ.get(builder.BUILD_VAR, "1") == "0":
+        wanted = os.environ.get(builder.BUILD_VAR)
+        if wanted == "0":
             continue
-        if not builder.is_compatible(verbose=True):
+        if not builder.is_buildable(verbose=True):
+            if builder.HAS_STAND_IN and wanted is None:
+                continue
             raise SystemExit(f"{builder.NAME} cannot be built here: {builder.error_log}. Leave it out with {builder.BUILD_VAR}=0")
         modules.append(builder.builder())
     return {"ext_modules": modules, "cmdclass": {"build_ext": BuildExtension}}

@@ -27,7 +27,7 @@ from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Ex
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import BlockLists, FullIndex, Index, VerticalSlash, column_density, density, span_pairs
-from ds_sparse_ring.kernels import ColumnKV, Work
+from ds_sparse_ring.kernels import GPU_BACKENDS, ColumnKV, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, document_rows, find_dense
 from ds_sparse_ring.pages import KV, DeviceKV, HostKV, kept_pages
@@ -235,7 +235,7 @@ def _dense(q: Tensor, kv_heads: int, index: Index, context: SequenceContext) -> 
     None: the kernel does it. A library takes keys and values as a whole: pages come together again for its backward pass, which
     has no gradients in fp32 that pages would save.
     """
-    if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name != "triton":
+    if not isinstance(index, FullIndex) or context.layout.ranks > 1 or context.kernel.name not in GPU_BACKENDS:
         return None
     rows = document_rows(index.segments)
     if len(rows) > _DENSE_DOCUMENTS:

@@ -151,8 +151,12 @@ class SparseRingConfig(_Strict):
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """Which rank holds which blocks of 64 tokens: every degree-th block, one run of them, or two mirrored runs."""
 
-    backend: Literal["auto", "triton", "cpu", "torch"] = "auto"
-    """Kernels to use. Left out, the fastest that fits the device: "triton" for GPUs, "cpu" in C++; "torch" is the reference."""
+    backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto"
+    """Kernels to use. Left out, the fastest that fits the device: "cuda" in C++ for Hopper GPUs, "triton" for all GPUs, "cpu" in
+    C++; "torch" is the reference."""
+
+    spare_multiprocessors: int = Field(default=0, ge=0)
+    """Multiprocessors that the "cuda" kernels leave to transfers: a launch holds all others until it ends."""
 
     selector: Selector = Field(default_factory=PriceSelector)
     """How the active columns and diagonals are chosen; one of the kinds price, top_p, fixed and full."""

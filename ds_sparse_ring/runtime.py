@@ -47,7 +47,7 @@ class SparseRing:
         """
         self.config = config
         self.axes = Axes.create(config)
-        self.kernel = get_kernel(config.backend)
+        self.kernel = get_kernel(config.backend, spare_multiprocessors=config.spare_multiprocessors)
         self._meters = {evaluating: Meter(self.axes) for evaluating in (False, True)}
         ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
         offload = config.offload

@@ -7,8 +7,9 @@ module if there is one. The sources are in ``ds_sparse_ring/csrc``.
 from __future__ import annotations
 
 from ds_sparse_ring.op_builder.cpu_attention import CPUAttentionBuilder
+from ds_sparse_ring.op_builder.cuda_attention import CUDAAttentionBuilder
 
-ALL_BUILDERS = (CPUAttentionBuilder,)
+ALL_BUILDERS = (CPUAttentionBuilder, CUDAAttentionBuilder)
 """Every op of this package, for reports and for building ahead of time."""
 
-__all__ = ["ALL_BUILDERS", "CPUAttentionBuilder"]
+__all__ = ["ALL_BUILDERS", "CPUAttentionBuilder", "CUDAAttentionBuilder"]

@@ -33,12 +33,14 @@ class SparseRingOpBuilder(OpBuilder):
 
     Attributes:
         NAME: the op's name in reports. SOURCES: files below ``csrc``. BUILD_VAR: environment variable that, set to 0, leaves
-            the op out of ``DS_BUILD_OPS=1``.
+            the op out of ``DS_BUILD_OPS=1``. HAS_STAND_IN: kernels that need no compiler do the op's work where it is missing, so
+            that ``DS_BUILD_OPS=1`` leaves it out by itself where it cannot be built.
     """
 
     NAME: str
     BUILD_VAR: str
     SOURCES: tuple[str, ...]
+    HAS_STAND_IN = False
 
     def __init__(self) -> None:
         super().__init__(name=f"{self.NAME}_{environment_key()}")
@@ -59,6 +61,14 @@ class SparseRingOpBuilder(OpBuilder):
     def is_prebuilt(self) -> bool:
         """Whether the package was installed with this op in it."""
         return importlib.util.find_spec(self.absolute_name()) is not None
+
+    def is_available(self) -> bool:
+        """Whether `load` has, or may be expected to make, a module that runs here."""
+        return self.is_prebuilt() or self.is_compatible()
+
+    def is_buildable(self, verbose: bool = False) -> bool:
+        """Whether the op can be compiled here ahead of time; if not, ``error_log`` says why."""
+        return self.is_compatible(verbose)
 
     def load(self, verbose: bool = False) -> Any:
         """The op's module: prebuilt if there is one, else compiled now or found in the cache.

@@ -124,12 +124,14 @@ def check_errors(
         assert error.abs().max() <= max(4 * in_same.abs().max(), torch.finfo(dtype).eps * true.abs().max())
 
 
-def check_hops(kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: float, device: str = "cpu") -> None:
+def check_hops(
+    kernel: Kernel, kind: str, dtype: torch.dtype, *, tolerance: float, device: str = "cpu", head_size: int = 32
+) -> None:
     """Ranks of a striped ring, each other's keys in two chunks of signed offsets: forward and backward equal one call's."""
     sequence, ranks, heads = make_sequence([300, 500, 100]), 3, 2  # 15 blocks
     index = on_device(make_index(kind, sequence, heads, 1), torch.device(device))
-    q, k, v = (x.to(device, dtype) for x in global_qkv(sequence, heads, 1, 32))
-    do, scale = make_gradient(q), 32**-0.5
+    q, k, v = (x.to(device, dtype) for x in global_qkv(sequence, heads, 1, head_size))
+    do, scale = make_gradient(q), head_size**-0.5
     whole = run(kernel, q, k, v, do, index, scale)
     columns = column_kv(k, v, index, heads)
     o, lse = empty_result(q)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.transformers import attach
+from ds_sparse_ring.kernels import GPU_BACKENDS
 from ds_sparse_ring.kernels.dense import DenseCase, find_dense
 from ds_sparse_ring.runtime import SparseRing
 
@@ -155,7 +156,7 @@ class Setup:
     def backend(self) -> str:
         """The kernels, and the library that does the full index."""
         name = self.ring.kernel.name
-        if name != "triton" or self.ring.axes.ring_size > 1 or not torch.cuda.is_available():
+        if name not in GPU_BACKENDS or self.ring.axes.ring_size > 1 or not torch.cuda.is_available():
             return f"{name}, {self.dtype}"
         dense = find_dense(DenseCase(torch.device("cuda"), torch.bfloat16, head_size=128, heads=8, kv_heads=8))
         return f"{name}, {self.dtype}; full index in half precision: {dense.name if dense is not None else name}"

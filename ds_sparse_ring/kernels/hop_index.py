@@ -121,8 +121,13 @@ def _spans(
     return Spans(base, residue == 0, residue, *on_device)
 
 
-def offsets(index: VerticalSlash, stride: int) -> list[Offsets]:
-    """For each residue c, diagonals ``stride * a + c`` as local offsets a, diagonal 0 left out: one launch for all hops."""
+def offsets(index: VerticalSlash, stride: int, residue: int) -> Offsets:
+    """Diagonals ``stride * a + residue`` as local offsets a, diagonal 0 left out; made for all residues at once, and cached."""
+    return index.derived(("offsets", stride), lambda: _offsets(index, stride))[residue]
+
+
+def _offsets(index: VerticalSlash, stride: int) -> list[Offsets]:
+    """For each residue: one launch for all hops."""
     device, rows = index.diagonal_values.device, index.diagonal_ptr.numel() - 1
     # the tables of every residue begin at multiples of 16 bytes, or kernels would be compiled for those that do not
     size = _rounded(index.diagonal_values.numel() + 1)
@@ -140,7 +145,12 @@ def _rounded(count: int) -> int:
 
 
 def columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:
-    """Where the columns of an index count, and tiles of ``tile`` of them."""
+    """Where the columns of an index count, and tiles of ``tile`` of them; cached."""
+    key = ("columns", q_map, q_blocks, tile)
+    return index.derived(key, lambda: _columns(index, q_map, q_blocks, segments, tile))
+
+
+def _columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Tensor, tile: int) -> Columns:
     device, rows = index.column_values.device, index.column_ptr.numel() - 1
     end = torch.empty(index.patterns, q_blocks, dtype=torch.int32, device=device)
     tiles = torch.full((2, index.column_values.numel() // tile + rows), -1, dtype=torch.int32, device=device)

@@ -208,7 +208,7 @@ class _Call:
         """Which key blocks query blocks read, in the form of the index's kind; what a kind has not, no kernel reads."""
         work, index, unused = self._work, self._work.index, self._spans.segments
         if isinstance(index, VerticalSlash):
-            offsets = self._offsets(index, work.q_map.stride, self._spans.residue)
+            offsets = hop_index.offsets(index, work.q_map.stride, self._spans.residue)
             return vars(offsets) | {"words": offsets.bits.shape[1]}
         ptr, values = unused, unused
         if isinstance(index, BlockLists):
@@ -217,16 +217,10 @@ class _Call:
             ptr, values = (lists.t_ptr, lists.t_values) if transposed else (lists.ptr, lists.values)
         return {"ptr": ptr, "values": values, "bits": unused, "before": unused, "words": 1}
 
-    def _offsets(self, index: VerticalSlash, stride: int, residue: int) -> hop_index.Offsets:
-        return index.derived(("offsets", stride), lambda: hop_index.offsets(index, stride))[residue]
-
     def _column_table(self, tile: int) -> hop_index.Columns:
         work, index = self._work, self._work.index
         assert isinstance(index, VerticalSlash)
-        return index.derived(
-            ("columns", work.q_map, self.q_blocks, tile),
-            lambda: hop_index.columns(index, work.q_map, self.q_blocks, self._spans.segments, tile),
-        )
+        return hop_index.columns(index, work.q_map, self.q_blocks, self._spans.segments, tile)
 
     def _column_arguments(self, tile: int) -> dict[str, Any]:
         if self._columns is None:
@@ -241,7 +235,7 @@ class _Call:
             return self._tiled[tile]
         table, index = self._column_table(tile), self._work.index
         assert isinstance(index, VerticalSlash)
-        bits = self._offsets(index, 1, 0).bits
+        bits = hop_index.offsets(index, 1, 0).bits
         self._tiled[tile] = {
             "column_k_desc": _column_descriptor(self._columns.k, tile),
             "column_v_desc": _column_descriptor(self._columns.v, tile),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from ds_sparse_ring.config import SparseRingConfig
-from ds_sparse_ring.kernels import get_kernel
+from ds_sparse_ring.kernels import GPU_BACKENDS, get_kernel
+from ds_sparse_ring.op_builder import CUDAAttentionBuilder
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
 from tests.kernel_checks import make_gradient, make_index, make_sequence, on_device, run
@@ -17,13 +20,14 @@ SELECTORS = [{"kind": "price", "price": 1e-3}, {"kind": "top_p", "p": 0.7}, {"ki
 def main() -> None:
     """Attention by every kind of index, merging and overwriting; selection by every selector."""
     sequence = make_sequence([333, 65])
+    backends = [name for name in GPU_BACKENDS if name != "cuda" or CUDAAttentionBuilder().is_available()]
     q, k, v = (x.to("cuda", torch.bfloat16) for x in global_qkv(sequence, 4, 2, 128))
     for kind in ("vertical-slash", "block-lists", "full"):
         index = on_device(make_index(kind, sequence, 4, 1), q.device)
-        for overwrite in (False, True):
-            run(get_kernel("triton"), q, k, v, make_gradient(q), index, 0.1, overwrite=overwrite)
+        for backend, overwrite in product(backends, (False, True)):
+            run(get_kernel(backend), q, k, v, make_gradient(q), index, 0.1, overwrite=overwrite)
             torch.cuda.synchronize()
-            print("attention", kind, "overwriting" if overwrite else "merging", flush=True)
+            print("attention", backend, kind, "overwriting" if overwrite else "merging", flush=True)
     for selector in SELECTORS:
         ring = SparseRing(SparseRingConfig(selector=selector, segment_tokens=128))
         batch = ring.sequence_batch({"input_ids": torch.zeros(1, 700, dtype=torch.int64)})

@@ -37,6 +37,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "inner": "ring",
         "layout": "striped",
         "backend": "auto",
+        "spare_multiprocessors": 0,
         "selector": {"kind": "price", "price": 1.5e-4},
         "segment_tokens": 16384,
         "probe": "own",
@@ -98,9 +99,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"dense_warmup_steps": -1}, ["sparse_ring.dense_warmup_steps = -1"]),
     ({"true_recall_rows": -1}, ["sparse_ring.true_recall_rows = -1"]),
     ({"log_steps": 0}, ["sparse_ring.log_steps = 0"]),
+    ({"spare_multiprocessors": -1}, ["sparse_ring.spare_multiprocessors = -1"]),
     # wrong words
     ({"layout": "stripe"}, ['sparse_ring.layout = "stripe"', "'striped', 'contiguous' or 'zigzag'"]),
-    ({"backend": "cuda"}, ['sparse_ring.backend = "cuda"', "'auto', 'triton', 'cpu' or 'torch'"]),
+    ({"backend": "rocm"}, ['sparse_ring.backend = "rocm"', "'auto', 'cuda', 'triton', 'cpu' or 'torch'"]),
     ({"probe": "next"}, ['sparse_ring.probe = "next"', "'own' or 'previous'"]),
     ({"checkpoint": "all"}, ['sparse_ring.checkpoint = "all"', "'output' or 'index'"]),
     # nothing is converted silently

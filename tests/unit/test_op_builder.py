@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.builder import MissingCUDAException, OpBuilder
 from typer.testing import CliRunner
 
 from ds_sparse_ring.cli import app
@@ -14,7 +16,7 @@ from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import causal_cost, cost
 from ds_sparse_ring.kernels import get_kernel
-from ds_sparse_ring.op_builder import ALL_BUILDERS, CPUAttentionBuilder
+from ds_sparse_ring.op_builder import ALL_BUILDERS, CPUAttentionBuilder, CUDAAttentionBuilder
 from ds_sparse_ring.op_builder.builder import environment_key
 
 
@@ -60,6 +62,66 @@ def test_a_named_backend_that_cannot_be_built_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(CPUAttentionBuilder, "load", fail)
     with pytest.raises(SparseRingError, match='no compiler.*"backend": "torch"'):
         get_kernel("cpu")
+
+
+CUDA_TORCH = {"torch.version.cuda": "13.0", "torch.cuda.is_available": lambda: True, "torch.cuda.get_device_name": lambda: "card"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "nvcc", "says"),
+    [
+        ((8, 0), (13, 0), "compute capability 9.0 .Hopper., card has 8.0: use backend 'triton'"),
+        ((10, 0), (13, 0), "card has 10.0"),
+        ((9, 0), None, "no CUDA compiler .*: install the CUDA toolkit 13.0, set CUDA_HOME, or use backend 'triton'"),
+        ((9, 0), (12, 4), "nvcc 12.4 cannot compile"),
+        ((9, 0), (12, 8), "nvcc 12.8 cannot compile the CUDA kernels for a torch of CUDA 13.0"),
+        ((9, 0), (13, 1), None),
+    ],
+)
+def test_where_the_cuda_kernels_cannot_be_had_triton_takes_over_and_the_name_is_refused_with_the_reason(
+    capability: tuple[int, int], nvcc: tuple[int, int] | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> tuple[int, int]:
+        if nvcc is None:
+            raise MissingCUDAException("there is none")
+        return nvcc
+
+    for name, value in {**CUDA_TORCH, "torch.cuda.get_device_capability": lambda: capability}.items():
+        monkeypatch.setattr(name, value)
+    monkeypatch.setattr("ds_sparse_ring.op_builder.cuda_attention.installed_cuda_version", found)
+    builder = CUDAAttentionBuilder()
+    assert builder.is_compatible() == builder.is_available() == (says is None)
+    if says is None:
+        return
+    assert re.search(says, str(builder.error_log))
+    monkeypatch.setattr("ds_sparse_ring.kernels._trains_on_gpus", lambda: True)
+    assert get_kernel("auto").name == "triton"
+    with pytest.raises(SparseRingError, match=f'"cuda" cannot be had here: .*{says}.*leave the key out'):
+        get_kernel("cuda")
+
+
+def test_cuda_kernels_that_cannot_be_built_are_refused_by_name_and_replaced_with_a_warning_where_left_to_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: CUDAAttentionBuilder, verbose: bool = False) -> None:
+        raise RuntimeError("Error building extension\nlines of a compiler")
+
+    monkeypatch.setattr(CUDAAttentionBuilder, "load", fail)
+    monkeypatch.setattr(CUDAAttentionBuilder, "is_available", lambda self: True)
+    monkeypatch.setattr("ds_sparse_ring.kernels._trains_on_gpus", lambda: True)
+    with pytest.raises(SparseRingError, match='could not be built: Error building extension. Set "backend": "triton"'):
+        get_kernel("cuda")
+    with pytest.warns(UserWarning, match="Error building extension.*Triton's kernels are used"):
+        assert get_kernel("auto").name == "triton"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_kernel("auto").name == "triton", "warns once"
+
+
+def test_the_cuda_kernels_are_compiled_for_hopper_alone_whatever_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
+    arguments = CUDAAttentionBuilder().nvcc_args()
+    assert [x for x in arguments if "arch" in x] == ["-gencode=arch=compute_90a,code=sm_90a"] and "-DNDEBUG" in arguments
 
 
 def test_sources_are_absolute_for_the_jit_and_relative_for_setuptools() -> None:

@@ -2,8 +2,6 @@
 // change nothing.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include "problem.cuh"
 #include "softmax.cuh"
 #include "tile_scheduler.cuh"
@@ -11,15 +9,15 @@
 namespace ds_sparse_ring {
 
 // a thread's part of a row: dims 8 j + 2 (lane % 4) and the next one, o[4 j + 2 r] and o[4 j + 2 r + 1]
-template <Output kOutput>
-__device__ __forceinline__ void write_row(const ForwardProblem& p, int head, int64_t row, const float (&o)[64], int r,
+template <Element kElement, Output kOutput, int kSums>
+__device__ __forceinline__ void write_row(const ForwardProblem& p, int head, int64_t row, const float (&o)[kSums], int r,
                                           float factor, float old_factor) {
   const int64_t at = head * p.o_head + row * p.o_row + 2 * (threadIdx.x % 4);
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < kSums / 4; ++j) {
     float x = o[4 * j + 2 * r] * factor, y = o[4 * j + 2 * r + 1] * factor;
-    if constexpr (kOutput == kWriteBf16) {
-      reinterpret_cast<uint32_t*>(p.o)[(at + 8 * j) / 2] = pack_bf16(x, y);
+    if constexpr (kOutput == kWriteElement) {
+      reinterpret_cast<uint32_t*>(p.o)[(at + 8 * j) / 2] = pack<kElement>(x, y);
     } else {
       float2* out = reinterpret_cast<float2*>(static_cast<float*>(p.o) + at + 8 * j);
       if constexpr (kOutput == kMergeFloat) {
@@ -31,8 +29,8 @@ __device__ __forceinline__ void write_row(const ForwardProblem& p, int head, int
   }
 }
 
-template <Output kOutput>
-__device__ __forceinline__ void write_half(const ForwardProblem& p, const Half& half, const float (&o)[64],
+template <Element kElement, Output kOutput, int kSums>
+__device__ __forceinline__ void write_half(const ForwardProblem& p, const Half& half, const float (&o)[kSums],
                                            const Softmax& softmax) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -53,7 +51,7 @@ __device__ __forceinline__ void write_half(const ForwardProblem& p, const Half& 
       old_factor = old_weight * inverse;
       lse = weights > 0.0f ? reference + logf(weights) : minus_infinity();
     }
-    write_row<kOutput>(p, half.head, row, o, r, factor, old_factor);
+    write_row<kElement, kOutput>(p, half.head, row, o, r, factor, old_factor);
     if (lane % 4 == 0) *lse_at = lse;
   }
 }

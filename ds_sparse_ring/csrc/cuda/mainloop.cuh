@@ -12,19 +12,23 @@
 namespace ds_sparse_ring {
 
 enum Found { kKeys, kTileEnds, kFull };
-constexpr uint32_t kNoStage = kStages;
 
+template <Element kElement, int kHeadSize>
 struct Consumer {
+  using Stages = Ring<kHeadSize>;
+  static constexpr int kSteps = kHeadSize / 16, kSums = kHeadSize / 2;  // of the scores' product; a thread's sums of o
+  static constexpr uint32_t kNoStage = Stages::stage_count;
+
   const ForwardProblem& p;
-  const Ring& ring;
+  const Stages& ring;
   const int half;
-  Place place;  // the next stage; once `flags` are read, the current one
+  Place<Stages::stage_count> place;  // the next stage; once `flags` are read, the current one
   uint32_t flags;
 
-  __device__ __forceinline__ Consumer(const ForwardProblem& problem, const Ring& r, int h)
+  __device__ __forceinline__ Consumer(const ForwardProblem& problem, const Stages& r, int h)
       : p(problem), ring(r), half(h), flags(0) {}
 
-  __device__ __forceinline__ uint32_t stage_address(uint32_t stage) const { return ring.stages + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t stage_address(uint32_t stage) const { return ring.stages + stage * Stages::stage_bytes; }
 
   __device__ __forceinline__ void wait() {
     barrier_wait(ring.full + 8 * place.stage, place.phase, place.stage | 0x100);
@@ -51,11 +55,11 @@ struct Consumer {
     return flags & kBoundary ? kTileEnds : kKeys;
   }
 
-  __device__ __forceinline__ void load_queries(uint32_t (&q)[8][4]) const {
+  __device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    const uint32_t at = stage_address(place.stage) + half * kTileBytes + row * 128;
+    const uint32_t at = stage_address(place.stage) + half * Stages::tile_bytes + row * 128;
 #pragma unroll
-    for (int step = 0; step < 8; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       const int unit = 2 * (step % 4) + lane / 16;
       load_matrices(q[step], at + step / 4 * kBoxBytes + ((unit ^ (row % 8)) << 4));
     }
@@ -71,9 +75,9 @@ struct Consumer {
   }
 
   // raw scores of the current stage and their softmax, with nothing else on the matrix units
-  __device__ __forceinline__ void first_scores(const uint32_t (&q)[8][4], float (&s)[32], Softmax& softmax) const {
+  __device__ __forceinline__ void first_scores(const uint32_t (&q)[kSteps][4], float (&s)[32], Softmax& softmax) const {
     products_begin();
-    score_product(s, q, stage_address(place.stage));
+    score_product<kElement>(s, q, stage_address(place.stage));
     products_commit();
     products_wait<0>();
     pin(s);
@@ -82,10 +86,10 @@ struct Consumer {
   }
 
   // the last weights times their values, with nothing behind
-  __device__ __forceinline__ void last_values(float (&o)[64], uint32_t (&weights)[4][4], uint32_t stage) const {
+  __device__ __forceinline__ void last_values(float (&o)[kSums], uint32_t (&weights)[4][4], uint32_t stage) const {
     pin(o), pin(weights);
     products_begin();
-    value_product(o, weights, stage_address(stage) + kTileBytes);
+    value_product<kElement>(o, weights, stage_address(stage) + Stages::tile_bytes);
     products_commit();
     products_wait<0>();
     pin(o);
@@ -93,25 +97,25 @@ struct Consumer {
   }
 
   // all stages of a tile; ends with the boundary that follows it as the current stage
-  __device__ __forceinline__ void attend(const uint32_t (&q)[8][4], float (&o)[64], Softmax& softmax) {
+  __device__ __forceinline__ void attend(const uint32_t (&q)[kSteps][4], float (&o)[kSums], Softmax& softmax) {
     float s[32];
     uint32_t weights[4][4];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
     softmax.begin();
     while (next(kNoStage) == kKeys) {
       first_scores(q, s, softmax);
       softmax.rescale_output(o);
-      weights_to_operand(s, weights);
+      weights_to_operand<kElement>(s, weights);
       uint32_t before = place.stage;
       place.advance();
       Found found;
       while ((found = next(before)) == kKeys) {
         pin(s), pin(o), pin(weights);
         products_begin();
-        score_product(s, q, stage_address(place.stage));
+        score_product<kElement>(s, q, stage_address(place.stage));
         products_commit();
-        value_product(o, weights, stage_address(before) + kTileBytes);
+        value_product<kElement>(o, weights, stage_address(before) + Stages::tile_bytes);
         products_commit();
         products_wait<1>();
         pin(s);
@@ -121,7 +125,7 @@ struct Consumer {
         pin(o), pin(s);
         release(before);
         softmax.rescale_output(o);
-        weights_to_operand(s, weights);
+        weights_to_operand<kElement>(s, weights);
         before = place.stage;
         place.advance();
       }
@@ -136,16 +140,16 @@ struct Consumer {
     wait();
     while (!(flags & kEnd)) {
       const Half mine = scheduler.half_of(ring.notes[place.stage].tile, half);
-      uint32_t q[8][4];
+      uint32_t q[kSteps][4];
       load_queries(q);
       fence_async();
       release(place.stage);
       place.advance();
 
-      float o[64];
+      float o[kSums];
       Softmax softmax;
       attend(q, o, softmax);
-      if (mine.valid) write_half<kOutput>(p, mine, o, softmax);
+      if (mine.valid) write_half<kElement, kOutput>(p, mine, o, softmax);
     }
   }
 };

@@ -1,12 +1,14 @@
 // What the forward kernel is asked to do: one span of query blocks, one span of key blocks, and the tables of the index on
 // them.
 //
-// S segments, P patterns, H query heads, K key/value heads, n query blocks, m key blocks, C columns, D = 128 dims.
+// S segments, P patterns, H query heads, K key/value heads, n query blocks, m key blocks, C columns, D dims (64 or 128).
 // row = segment * P + pattern. The tables are those of kernels/hop_index.py, one to one.
 #pragma once
 
 #include <cuda.h>
 #include <stdint.h>
+
+#include "element.cuh"
 
 namespace ds_sparse_ring {
 
@@ -33,19 +35,20 @@ struct Tables {
   const int32_t* column_bits;  // [S * P, column_words] active global block diagonals
 };
 
-enum Output : int { kWriteBf16 = 0, kWriteFloat = 1, kMergeFloat = 2 };
+enum Output : int { kWriteElement = 0, kWriteFloat = 1, kMergeFloat = 2 };
 
 struct ForwardProblem {
-  const void *q, *k,
-      *v;  // bf16 [H, n * 64, D], [K, m * 64, D] twice; heads q_head, k_head, v_head elements apart, rows D apart
-  int64_t q_head, k_head, v_head;
-  const void *column_k, *column_v;  // bf16 [C, D]
-  int64_t columns;
-  void* o;     // bf16 or fp32 [H, n * 64, D], heads o_head and rows o_row elements apart
+  const void *q, *k, *v;  // [H, n * 64, D], [K, m * 64, D] twice
+  int64_t q_head, k_head, v_head, q_row, k_row, v_row;  // elements from a head or row to the next: multiples of 8
+  const void *column_k, *column_v;  // [C, D]
+  int64_t columns, column_k_row, column_v_row;
+  void* o;     // [H, n * 64, D], the type of q or fp32; heads o_head and rows o_row elements apart
   float* lse;  // [H, n * 64] natural logarithm, heads lse_head apart
   int64_t o_head, o_row, lse_head;
   int heads, kv_heads, q_blocks, k_blocks, heads_per_pattern;
   float scale_log2;  // softmax scale * log2(e)
+  Element element;  // of q, k, v and the columns
+  int head_size;
   Pairing pairing;
   Output output;
   int32_t* next_tile;  // device memory, 4 bytes; the launch sets it to 0

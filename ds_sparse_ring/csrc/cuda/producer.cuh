@@ -8,26 +8,29 @@
 
 namespace ds_sparse_ring {
 
+template <int kHeadSize>
 struct Producer {
+  using Stages = Ring<kHeadSize>;
+
   const ForwardArguments& a;
-  const Ring& ring;
-  Place place;
+  const Stages& ring;
+  Place<Stages::stage_count> place;
   bool leader;  // one lane writes notes and starts copies
 
-  __device__ __forceinline__ Producer(const ForwardArguments& arguments, const Ring& r)
+  __device__ __forceinline__ Producer(const ForwardArguments& arguments, const Stages& r)
       : a(arguments), ring(r), leader(threadIdx.x % 32 == 0) {}
 
   // waits for a free stage; its address in shared memory
   __device__ __forceinline__ uint32_t acquire() {
     barrier_wait(ring.empty + 8 * place.stage, place.phase ^ 1, place.stage);
-    return ring.stages + place.stage * kStageBytes;
+    return ring.stages + place.stage * Stages::stage_bytes;
   }
 
   __device__ __forceinline__ uint32_t barrier() const { return ring.full + 8 * place.stage; }
 
   __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, int row, int head) const {
-    copy_box(into, map, barrier(), 0, row, head);
-    copy_box(into + kBoxBytes, map, barrier(), 64, row, head);
+#pragma unroll
+    for (int box = 0; box < kHeadSize / 64; ++box) copy_box(into + box * kBoxBytes, map, barrier(), 64 * box, row, head);
   }
 
   __device__ __forceinline__ void push_queries(int number, const Tile& tile) {
@@ -35,10 +38,10 @@ struct Producer {
     if (leader) {
       ring.notes[place.stage].flags = kQueries;
       ring.notes[place.stage].tile = number;
-      barrier_arrive_expect(barrier(), kStageBytes);
+      barrier_arrive_expect(barrier(), Stages::stage_bytes);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h)  // what lies behind the last query reads as 0
-        copy_tile(stage + h * kTileBytes, &a.q, tile.half[h].block * kBlock, tile.half[h].head);
+        copy_tile(stage + h * Stages::tile_bytes, &a.q, tile.half[h].block * kBlock, tile.half[h].head);
     }
     place.advance();
   }
@@ -62,9 +65,9 @@ struct Producer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
       }
-      barrier_arrive_expect(barrier(), kStageBytes);
+      barrier_arrive_expect(barrier(), Stages::stage_bytes);
       copy_tile(stage, k, row, head);
-      copy_tile(stage + kTileBytes, v, row, head);
+      copy_tile(stage + Stages::tile_bytes, v, row, head);
     }
     place.advance();
   }

@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <stdint.h>
 
+#include "element.cuh"
+
 namespace ds_sparse_ring {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -121,6 +123,18 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
+}
+
+// the same in a type of queries
+template <Element kElement>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (kElement == kBfloat16) {
+    return pack_bf16(low, high);
+  } else {
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+  }
 }
 
 }  // namespace ds_sparse_ring

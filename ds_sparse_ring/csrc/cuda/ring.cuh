@@ -1,8 +1,8 @@
 // The ring of stages in shared memory between the warp that copies and the two warpgroups that compute.
 //
-// A stage is 32 KiB with a note on what it is. A tile is a run of stages: first its queries (both halves), then one stage for
-// each 64 keys that either half reads (keys, then values). The next tile's queries end it. So the copies of a tile begin while
-// the one before is computed, and its length is known to nobody in advance.
+// A stage holds 128 rows (32 KiB at 128 dims) with a note on what they are. A tile is a run of stages: first its queries (both
+// halves), then one stage for each 64 keys that either half reads (keys, then values). The next tile's queries end it. So the
+// copies of a tile begin while the one before is computed, and its length is known to nobody in advance.
 #pragma once
 
 #include "ptx.cuh"
@@ -10,10 +10,9 @@
 
 namespace ds_sparse_ring {
 
-constexpr int kStages = 7;
-constexpr uint32_t kTileBytes = 2 * kBoxBytes;  // 64 tokens x 128 dims
-constexpr uint32_t kStageBytes = 2 * kTileBytes;
 constexpr int kConsumerWarps = 8;
+constexpr uint32_t kMostSharedBytes = 227 * 1024;  // of a block
+constexpr uint32_t kAlignment = 1024;              // of a swizzled box
 
 enum NoteFlag : uint32_t {
   kUsed = 1,      // << half: this half reads these keys
@@ -30,21 +29,25 @@ struct alignas(32) Note {
   uint32_t mask[2][2];  // [half][keys 0 to 31, 32 to 63]
 };
 
+template <int kHeadSize>
 struct Ring {
+  static constexpr uint32_t tile_bytes = kHeadSize / 64 * kBoxBytes, stage_bytes = 2 * tile_bytes;
+  static constexpr uint32_t stage_count = (kMostSharedBytes - kAlignment) / (stage_bytes + sizeof(Note) + 16);
+
   uint32_t stages, full, empty;  // addresses in shared memory
   Note* notes;
 
   // shared memory that holds it: aligned to 1024 bytes
-  static constexpr uint32_t bytes = kStages * (kStageBytes + sizeof(Note) + 16);
+  static constexpr uint32_t bytes = stage_count * (stage_bytes + sizeof(Note) + 16);
 
   __device__ __forceinline__ explicit Ring(uint8_t* memory)
       : stages(shared_address(memory)),
-        full(stages + kStages * (kStageBytes + static_cast<uint32_t>(sizeof(Note)))),
-        empty(full + kStages * 8),
-        notes(reinterpret_cast<Note*>(memory + kStages * kStageBytes)) {}
+        full(stages + stage_count * (stage_bytes + static_cast<uint32_t>(sizeof(Note)))),
+        empty(full + stage_count * 8),
+        notes(reinterpret_cast<Note*>(memory + stage_count * stage_bytes)) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kStages; ++i) {
+    for (uint32_t i = 0; i < stage_count; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kConsumerWarps);
     }
@@ -52,7 +55,8 @@ struct Ring {
   }
 };
 
-// Where a warp stands in the ring.
+// Where a warp stands in a ring of so many stages.
+template <uint32_t kStages>
 struct Place {
   uint32_t stage = 0, phase = 0;
 

@@ -4,7 +4,7 @@
 // keys, 2 * (lane % 4) and the next one: s[4 j + 2 r + e] is row r of the thread, key 8 j + 2 (lane % 4) + e.
 //
 // The maximum that scores are taken relative to may lag: sums and outputs are rescaled only when some row has grown by more
-// than `kSlack` powers of two. Weights then reach 2^kSlack instead of 1, which neither fp32 sums nor bfloat16 weights mind, and
+// than `kSlack` powers of two. Weights then reach 2^kSlack instead of 1, which neither fp32 sums nor weights of 16 bits mind, and
 // most steps exchange nothing between threads.
 #pragma once
 
@@ -92,20 +92,22 @@ struct Softmax {
       }
   }
 
-  __device__ __forceinline__ void rescale_output(float (&o)[64]) const {
+  template <int kSums>
+  __device__ __forceinline__ void rescale_output(float (&o)[kSums]) const {
     if (rescale) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) o[i] *= factor[i / 2 % 2];
+      for (int i = 0; i < kSums; ++i) o[i] *= factor[i / 2 % 2];
     }
   }
 };
 
 // weights as the first operand of p v: step k has keys 16 k to 16 k + 15
+template <Element kElement>
 __device__ __forceinline__ void weights_to_operand(const float (&s)[32], uint32_t (&p)[4][4]) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[k][i] = pack_bf16(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i) p[k][i] = pack<kElement>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
 }  // namespace ds_sparse_ring

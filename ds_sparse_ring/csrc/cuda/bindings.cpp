@@ -1,0 +1,145 @@
+// Binds the CUDA kernels to torch: checks tensors and hands their addresses on. Nothing here waits for the device.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "forward.cuh"
+
+namespace {
+
+using at::Tensor;
+using namespace ds_sparse_ring;
+
+constexpr double kLog2e = 1.4426950408889634;
+
+template <class T>
+const T* table(const Tensor& x, const char* name, int64_t least) {
+  TORCH_CHECK(x.scalar_type() == c10::CppTypeToScalarType<T>::value && x.is_cuda() && x.is_contiguous() && x.numel() >= least, name,
+              ": a contiguous tensor of ", c10::CppTypeToScalarType<T>::value, " with ", least,
+              " entries on the GPU was expected, got ", x.scalar_type(), " ", x.sizes());
+  return x.const_data_ptr<T>();
+}
+
+// What the index says about a span of queries and a span of keys: addresses in tables that it keeps alive.
+struct HopTables {
+  Tables tables{};
+  int q_blocks, k_blocks, heads_per_pattern;
+  int64_t columns = 0;
+  std::vector<Tensor> held;
+
+  // bits: empty for the full index. columns: empty, or ptr, ids, end and bits.
+  HopTables(int base, bool own, int q_stride, int q_start, int q_blocks, int k_blocks, int patterns, int heads_per_pattern,
+            const Tensor& segments, const Tensor& q_segment, const std::optional<Tensor>& bits, const std::vector<Tensor>& of_columns)
+      : q_blocks(q_blocks), k_blocks(k_blocks), heads_per_pattern(heads_per_pattern), held{segments, q_segment} {
+    const int64_t rows = segments.size(0) * patterns;
+    Tables& t = tables;
+    t.full = !bits.has_value(), t.own = own, t.base = base, t.q_stride = q_stride, t.q_start = q_start, t.patterns = patterns;
+    t.segments = table<int32_t>(segments, "segments", 3), t.q_segment = table<int32_t>(q_segment, "q_segment", q_blocks);
+    if (bits.has_value()) {
+      TORCH_CHECK(bits->dim() == 2, "bits: two dimensions were expected");
+      t.bits = table<int32_t>(*bits, "bits", rows * bits->size(1)), t.words = bits->size(1);
+      held.push_back(*bits);
+    }
+    if (of_columns.empty()) return;
+    TORCH_CHECK(of_columns.size() == 4 && of_columns[3].dim() == 2, "columns: ptr, ids, end and bits were expected");
+    columns = of_columns[1].numel(), t.column_words = of_columns[3].size(1);
+    t.column_ptr = table<int64_t>(of_columns[0], "column_ptr", rows + 1);
+    t.column_ids = table<int64_t>(of_columns[1], "column_ids", 0);
+    t.column_end = table<int32_t>(of_columns[2], "column_end", int64_t{patterns} * q_blocks);
+    t.column_bits = table<int32_t>(of_columns[3], "column_bits", rows * t.column_words);
+    held.insert(held.end(), of_columns.begin(), of_columns.end());
+  }
+};
+
+// x, or a copy if the copy engine cannot read it: rows contiguous, all else at multiples of 16 bytes
+Tensor readable(const Tensor& x) {
+  const int64_t unit = 16 / x.element_size();
+  bool fits = x.stride(-1) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) fits = fits && (x.size(i) == 1 || (x.stride(i) > 0 && x.stride(i) % unit == 0));
+  return fits ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+// from one head to the next: of a single head anything that the copy engine takes
+int64_t head_stride(const Tensor& x) { return x.size(0) == 1 ? x.size(1) * x.stride(1) : x.stride(0); }
+
+void check(const Tensor& x, const char* name, c10::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  TORCH_CHECK(x.sizes() == sizes && x.scalar_type() == dtype && x.device() == device, name, ": ", sizes, " of ", dtype, " on ",
+              device, " was expected, got ", x.sizes(), " of ", x.scalar_type(), " on ", x.device());
+}
+
+Output output_of(const Tensor& o, bool overwrite) {
+  if (!overwrite) return kMergeFloat;
+  return o.scalar_type() == at::kFloat ? kWriteFloat : kWriteElement;
+}
+
+void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_given, const Tensor& v_given, const Tensor& o,
+             const Tensor& lse, const std::optional<Tensor>& column_k_given, const std::optional<Tensor>& column_v_given,
+             double scale, bool overwrite, int spare_multiprocessors) {
+  const at::Device device = q_given.device();
+  TORCH_CHECK(device.is_cuda() && q_given.dim() == 3 && k_given.dim() == 3, "forward: tensors [heads, rows, dims] on a GPU");
+  const int64_t heads = q_given.size(0), kv_heads = k_given.size(0), dims = q_given.size(2);
+  const int64_t q_rows = int64_t{index.q_blocks} * kBlock, k_rows = int64_t{index.k_blocks} * kBlock;
+  const at::ScalarType type = q_given.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, "forward: bfloat16 or float16 was expected, got ", type);
+  TORCH_CHECK((dims == 64 || dims == 128) && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_rows > 0 && k_rows > 0,
+              "forward: head size 64 or 128 and heads that share keys evenly were expected, got ", q_given.sizes(), " and ",
+              k_given.sizes());
+  TORCH_CHECK(index.tables.patterns * index.heads_per_pattern == heads, "forward: the index is for ",
+              index.tables.patterns * index.heads_per_pattern, " heads, q has ", heads);
+  check(q_given, "q", {heads, q_rows, dims}, type, device);
+  check(k_given, "k", {kv_heads, k_rows, dims}, type, device);
+  check(v_given, "v", {kv_heads, k_rows, dims}, type, device);
+  check(o, "o", {heads, q_rows, dims}, overwrite && o.scalar_type() == type ? type : at::kFloat, device);
+  check(lse, "lse", {heads, q_rows}, at::kFloat, device);
+  TORCH_CHECK(o.stride(2) == 1 && o.stride(1) % 2 == 0 && (heads == 1 || o.stride(0) % 2 == 0) && lse.stride(1) == 1 &&
+                  reinterpret_cast<uintptr_t>(o.const_data_ptr()) % 8 == 0,
+              "forward: rows of o and lse must be contiguous");
+
+  const c10::cuda::CUDAGuard guard(device);
+  const Tensor q = readable(q_given), k = readable(k_given), v = readable(v_given);
+  Tensor column_k, column_v;
+  ForwardProblem p{};
+  p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
+  p.q_head = head_stride(q), p.k_head = head_stride(k), p.v_head = head_stride(v);
+  p.q_row = q.stride(1), p.k_row = k.stride(1), p.v_row = v.stride(1);
+  p.tables = index.tables;
+  if (column_k_given.has_value() && column_v_given.has_value() && index.columns > 0) {
+    check(*column_k_given, "column_k", {index.columns, dims}, type, device);
+    check(*column_v_given, "column_v", {index.columns, dims}, type, device);
+    column_k = readable(*column_k_given), column_v = readable(*column_v_given);
+    p.column_k = column_k.const_data_ptr(), p.column_v = column_v.const_data_ptr();
+    p.column_k_row = column_k.stride(0), p.column_v_row = column_v.stride(0);
+    p.columns = index.columns;
+  }
+  p.o = o.mutable_data_ptr(), p.lse = lse.mutable_data_ptr<float>();
+  p.o_head = o.stride(0), p.o_row = o.stride(1), p.lse_head = lse.stride(0);
+  p.element = type == at::kHalf ? kFloat16 : kBfloat16, p.head_size = dims;
+  p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = index.q_blocks, p.k_blocks = index.k_blocks;
+  p.heads_per_pattern = index.heads_per_pattern;
+  p.scale_log2 = static_cast<float>(scale * kLog2e);
+  // two heads that share a pattern read the same keys, two blocks of one head do not
+  p.pairing = index.heads_per_pattern % kHalves == 0 && heads / kv_heads % kHalves == 0 ? kPairHeads : kPairBlocks;
+  p.output = output_of(o, overwrite);
+  const Tensor next_tile = at::empty({1}, o.options().dtype(at::kInt));
+  p.next_tile = next_tile.mutable_data_ptr<int32_t>();
+  int multiprocessors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index());
+  if (error == cudaSuccess)
+    error = launch_forward(p, std::max(multiprocessors - spare_multiprocessors, 1), c10::cuda::getCurrentCUDAStream());
+  TORCH_CHECK(error == cudaSuccess, "the CUDA forward kernel was refused: ", cudaGetErrorString(error));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  pybind11::class_<HopTables>(m, "HopTables")
+      .def(pybind11::init<int, bool, int, int, int, int, int, int, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                          const std::vector<Tensor>&>());
+  m.def("forward", &forward, pybind11::call_guard<pybind11::gil_scoped_release>());
+}

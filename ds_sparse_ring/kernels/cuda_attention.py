@@ -1,0 +1,88 @@
+"""The CUDA C++ backend for Hopper GPUs: the forward kernel of ``csrc/cuda``, and Triton's kernels for all that it does not do.
+
+It does bfloat16 and float16, head sizes 64 and 128, the full index and vertical-slash patterns. The rest is done by Triton's
+kernels, which read the same tables of `hop_index`: the backward pass, float32, other head sizes, block lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_sparse_ring.index import BlockLists, VerticalSlash
+from ds_sparse_ring.kernels import hop_index
+from ds_sparse_ring.kernels.contract import ColumnKV, Work
+from ds_sparse_ring.kernels.triton_attention import TritonKernel
+from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.op_builder import CUDAAttentionBuilder
+
+_HEAD_SIZES = (64, 128)
+_COLUMN_TILE = 64  # that of Triton's backward pass, so that both find the same cached table; its tiles are not read here
+
+
+class CudaKernel(TritonKernel):
+    """The kernel contract in CUDA C++ where that is faster, else in Triton."""
+
+    name = "cuda"
+
+    def __init__(self, *, spare_multiprocessors: int = 0) -> None:
+        """Load the op, compiling it if that has not been done yet (about a minute).
+
+        Args:
+            spare_multiprocessors: are left to kernels that run beside attention, which occupies all others until it ends.
+
+        Raises:
+            RuntimeError: it cannot be compiled here.
+            SparseRingError: there is no GPU.
+        """
+        super().__init__()
+        self._op: Any = CUDAAttentionBuilder().load()
+        self._spare = spare_multiprocessors
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Work,
+        o_acc: Tensor,
+        lse_acc: Tensor,
+        columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """See `Kernel.forward`."""
+        if not _offered(q, v, work):
+            return super().forward(q, k, v, work, o_acc, lse_acc, columns, overwrite=overwrite)
+        column_k, column_v = (columns.k, columns.v) if columns is not None else (None, None)
+        tables = self._tables(work, q.shape[1] // BLOCK, k.shape[1] // BLOCK, q.device, columns is not None)
+        self._op.forward(tables, q, k, v, o_acc, lse_acc, column_k, column_v, work.scale, overwrite, self._spare)
+
+    def _tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
+        """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""
+        index = work.index
+        if not isinstance(index, VerticalSlash):
+            return self._make_tables(work, q_blocks, k_blocks, device, with_columns)
+        key = ("cuda", work.q_map, work.k_map, q_blocks, k_blocks, with_columns)
+        return index.derived(key, lambda: self._make_tables(work, q_blocks, k_blocks, device, with_columns))
+
+    def _make_tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
+        index, q_map = work.index, work.q_map
+        spans = hop_index.spans(work, q_blocks, k_blocks, device)
+        bits, of_columns = None, []
+        if isinstance(index, VerticalSlash):
+            bits = hop_index.offsets(index, q_map.stride, spans.residue).bits
+            if with_columns:
+                table = hop_index.columns(index, q_map, q_blocks, spans.segments, _COLUMN_TILE)
+                of_columns = [table.ptr, table.ids, table.end, hop_index.offsets(index, 1, 0).bits]
+        return self._op.HopTables(
+            spans.base, spans.own, q_map.stride, q_map.start, q_blocks, k_blocks, index.patterns, index.heads_per_pattern,
+            spans.segments, spans.q_segment, bits, of_columns,
+        )  # fmt: skip
+
+
+def _offered(q: Tensor, v: Tensor, work: Work) -> bool:
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return half and q.shape[2] == v.shape[2] in _HEAD_SIZES and not isinstance(work.index, BlockLists)
