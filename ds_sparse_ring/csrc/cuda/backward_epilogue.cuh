@@ -9,15 +9,16 @@ namespace ds_sparse_ring {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHuge = 1.0e30f;  // finite, so that it meets -inf without becoming NaN
 
-// out[row] += factor * x: a thread has rows 16 warp + lane / 4 (+ 8) and, of every 8 dims, 2 (lane % 4) and the next one
-__device__ __forceinline__ void add_rows(float* out, int64_t row_stride, int rows, const float (&x)[64], float factor) {
-  const int thread = thread_now(), lane = thread % 32, first = thread % 128 / 32 * 16 + lane / 4;
+// out[row] += factor * x, both [64, 2 * kSums]: a thread has rows 16 warp + lane / 4 (+ 8) and, of every 8 dims, 2 (lane % 4) and the next one
+template <int kSums>
+__device__ __forceinline__ void add_rows(float* out, int64_t row_stride, int rows, const float (&x)[kSums], float factor) {
+  const uint32_t thread = thread_now(), lane = thread % 32, first = thread % 128 / 32 * 16 + lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first + 8 * r >= rows) continue;
     float2* at = reinterpret_cast<float2*>(out + (first + 8 * r) * row_stride + 2 * (lane % 4));
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < kSums / 4; ++j) {
       float2 sum = at[4 * j];
       sum.x += x[4 * j + 2 * r] * factor;
       sum.y += x[4 * j + 2 * r + 1] * factor;
@@ -26,12 +27,14 @@ __device__ __forceinline__ void add_rows(float* out, int64_t row_stride, int row
   }
 }
 
-__device__ __forceinline__ void add_key_gradients(const BackwardProblem& p, const KeyTile& tile, int half, const float (&dk)[64],
-                                                  const float (&dv)[64]) {
+template <int kSums>
+__device__ __forceinline__ void add_key_gradients(const BackwardProblem& p, const KeyTile& tile, int half,
+                                                  const float (&dk)[kSums], const float (&dv)[kSums]) {
+  constexpr int kDims = 2 * kSums;
   if (tile.columns) {
-    const int64_t at = (tile.first + half * kBlock) * kHeadSize;
-    add_rows(p.d_column_k + at, kHeadSize, tile.count - half * kBlock, dk, p.scale);
-    add_rows(p.d_column_v + at, kHeadSize, tile.count - half * kBlock, dv, 1.0f);
+    const int64_t at = (tile.first + half * kBlock) * kDims;
+    add_rows(p.d_column_k + at, kDims, tile.count - half * kBlock, dk, p.scale);
+    add_rows(p.d_column_v + at, kDims, tile.count - half * kBlock, dv, 1.0f);
   } else {
     const int64_t row = int64_t{tile.key + half} * kBlock;
     add_rows(p.dk + tile.kv_head * p.dk_head + row * p.dk_row, p.dk_row, kBlock, dk, p.scale);

@@ -17,16 +17,20 @@
 namespace ds_sparse_ring {
 
 enum FoundQueries { kQueriesFound, kTileOver, kRingFull };
-constexpr uint32_t kNoQueryStage = kQueryStages;
+constexpr uint32_t kNoQueryStage = ~0u;
 
+template <Element kElement, int kDims>
 struct QueryConsumer {
+  using Memory = BackwardMemory<kDims>;
+  static constexpr int kSums = kDims / 2;  // of a thread, for keys or values
+
   const BackwardArguments& a;
-  const BackwardMemory& memory;
-  QueryPlace place;       // the next stage; once `flags` are read, the current one
+  const Memory& memory;
+  QueryPlace<Memory::stage_count> place;       // the next stage; once `flags` are read, the current one
   uint32_t flags = 0;
   uint32_t shared_count = 0;  // stages so far that both halves read: slot and phase of their weights
 
-  __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const BackwardMemory& m)
+  __device__ __forceinline__ QueryConsumer(const BackwardArguments& arguments, const Memory& m)
       : a(arguments), memory(m) {}
 
   static __device__ __forceinline__ uint32_t half() { return uniform(thread_now() / 128 - 1); }
@@ -143,38 +147,38 @@ struct QueryConsumer {
     pin(s);
     const uint32_t k = memory.k_tile(h), q = memory.q_tile(uniform(place.stage));
     products_begin();
-    product_over_dims(s, k, q);
+    product_over_dims<kElement, kDims>(s, k, q);
     products_commit();
   }
 
-  __device__ __forceinline__ void issue_keys(float (&dk)[64], uint32_t (&weights)[4][4], uint32_t stage) const {
+  __device__ __forceinline__ void issue_keys(float (&dk)[kSums], uint32_t (&weights)[4][4], uint32_t stage) const {
     pin(weights), pin(dk);
     products_begin();
-    value_product(dk, weights, memory.q_tile(stage));
+    value_product<kElement>(dk, weights, memory.q_tile(stage));
     products_commit();
   }
 
   // A stage whose scores are in s; ends with the next one's there, if there is one.
-  __device__ __forceinline__ FoundQueries step(float (&s)[32], float (&x)[32], float (&dk)[64], float (&dv)[64]) {
+  __device__ __forceinline__ FoundQueries step(float (&s)[32], float (&x)[32], float (&dk)[kSums], float (&dv)[kSums]) {
     uint32_t operand[4][4];
     const uint32_t stage = uniform(place.stage), h = half();
     const bool shared = (flags & kReadsBoth) == kReadsBoth;
     pin(x);
     products_begin();
-    product_over_dims(x, memory.v_tile(h), memory.do_tile(stage));
+    product_over_dims<kElement, kDims>(x, memory.v_tile(h), memory.do_tile(stage));
     products_commit();
     if (flags & (kOwnBlock << h | kSomeColumns)) mask(s);
     probabilities(s);
-    weights_to_operand(s, operand);
+    weights_to_operand<kElement>(s, operand);
     pin(operand), pin(dv);
     products_begin();
-    value_product(dv, operand, memory.do_tile(stage));
+    value_product<kElement>(dv, operand, memory.do_tile(stage));
     products_commit();
     products_wait<1>();
     pin(x);
     score_gradients(s, x);
     uint32_t weights[4][4];
-    weights_to_operand(s, weights);
+    weights_to_operand<kElement>(s, weights);
     const uint32_t slot = uniform(shared_count % 2), phase = shared_count / 2 % 2;
     barrier_wait(memory.weights_free + 8 * slot, phase ^ 1, slot | 0x300);
     store_weights(weights, memory.weights_box(slot, h));
@@ -188,39 +192,53 @@ struct QueryConsumer {
     const FoundQueries found = next(stage);
     products_wait<0>();
     pin(dv), pin(operand);
-    if (shared) {
+    if (shared && (kDims == 128 || h == slot)) {
+      const uint32_t dims = kDims == 128 ? h : 0;
       issue_keys(dk, weights, stage);
       barrier_wait(memory.weights_ready + 8 * slot, phase, slot | 0x400);
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(0) + h * kBoxBytes, memory.weights_box(slot, 0), false);
-      product_over_keys(x, memory.k_tile(1) + h * kBoxBytes, memory.weights_box(slot, 1), true);
+      product_over_keys<kElement>(x, memory.k_tile(0) + dims * kBoxBytes, memory.weights_box(slot, 0), false);
+      product_over_keys<kElement>(x, memory.k_tile(1) + dims * kBoxBytes, memory.weights_box(slot, 1), true);
       products_commit();
       issue_scores(s, h);
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
       arrive(memory.weights_free + 8 * slot);
-      add_queries(x, stage, h);
+      add_queries(x, stage, dims);
+      release(stage);
+      products_wait<0>();
+      pin(s);
+    } else if (shared) {  // the other half makes all dims
+      issue_keys(dk, weights, stage);
+      issue_scores(s, h);
+      products_wait<1>();
+      pin(dk), pin(weights);
       release(stage);
       products_wait<0>();
       pin(s);
     } else {
-      pin(x);
-      products_begin();
-      product_over_keys(x, memory.k_tile(h), memory.weights_box(slot, h), false);
-      products_commit();
+      if constexpr (kDims == 128) {
+        pin(x);
+        products_begin();
+        product_over_keys<kElement>(x, memory.k_tile(h), memory.weights_box(slot, h), false);
+        products_commit();
+      }
       issue_keys(dk, weights, stage);
-      products_wait<1>();
-      pin(x);
-      add_queries(x, stage, 0);
+      if constexpr (kDims == 128) {
+        products_wait<1>();
+        pin(x);
+        add_queries(x, stage, 0);
+      }
+      constexpr uint32_t kLast = kDims / 64 - 1;
       pin(x);
       products_begin();
-      product_over_keys(x, memory.k_tile(h) + kBoxBytes, memory.weights_box(slot, h), false);
+      product_over_keys<kElement>(x, memory.k_tile(h) + kLast * kBoxBytes, memory.weights_box(slot, h), false);
       products_commit();
       issue_scores(s, h);
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
-      add_queries(x, stage, 1);
+      add_queries(x, stage, kLast);
       release(stage);
       products_wait<0>();
       pin(s);
@@ -229,11 +247,11 @@ struct QueryConsumer {
   }
 
   // all stages of a tile; ends with the boundary that follows it as the current stage. Whether there were any.
-  __device__ __forceinline__ bool attend(float (&dk)[64], float (&dv)[64]) {
+  __device__ __forceinline__ bool attend(float (&dk)[kSums], float (&dv)[kSums]) {
     float s[32], x[32];
     bool any = false;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dk[i] = dv[i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
     while (next(kNoQueryStage) == kQueriesFound) {
       any = true;
       issue_scores(s, half());
@@ -257,7 +275,7 @@ struct QueryConsumer {
       place.advance();
       barrier_wait(memory.keys_full, keys_phase, 0x500);
       keys_phase ^= 1;
-      float dk[64], dv[64];
+      float dk[kSums], dv[kSums];
       if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half(), dk, dv);
     }
     wait_added();

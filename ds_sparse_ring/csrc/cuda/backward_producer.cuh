@@ -5,14 +5,17 @@
 
 namespace ds_sparse_ring {
 
+template <int kDims>
 struct QueryProducer {
+  using Memory = BackwardMemory<kDims>;
+
   const BackwardArguments& a;
-  const BackwardMemory& memory;
-  QueryPlace place;
+  const Memory& memory;
+  QueryPlace<Memory::stage_count> place;
   uint32_t keys_phase = 0;
   bool leader;  // one lane writes notes and starts copies
 
-  __device__ __forceinline__ QueryProducer(const BackwardArguments& arguments, const BackwardMemory& m)
+  __device__ __forceinline__ QueryProducer(const BackwardArguments& arguments, const Memory& m)
       : a(arguments), memory(m), leader(threadIdx.x % 32 == 0) {}
 
   __device__ __forceinline__ void acquire() { barrier_wait(memory.empty + 8 * place.stage, place.phase ^ 1, place.stage); }
@@ -20,7 +23,7 @@ struct QueryProducer {
 
   __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, uint32_t arrives, int row, int head) const {
     copy_box(into, map, arrives, 0, row, head);
-    copy_box(into + kBoxBytes, map, arrives, 64, row, head);
+    if constexpr (kDims == 128) copy_box(into + kBoxBytes, map, arrives, 64, row, head);
   }
 
   __device__ __forceinline__ void push_keys(int number, const CUtensorMap* k, const CUtensorMap* v, int row, int head) {
@@ -33,7 +36,7 @@ struct QueryProducer {
     barrier_wait(memory.keys_free, keys_phase ^ 1, 0x200);
     keys_phase ^= 1;
     if (leader) {
-      barrier_arrive_expect(memory.keys_full, 4 * kTileBytes16);
+      barrier_arrive_expect(memory.keys_full, Memory::keys_bytes);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // what lies behind the last key reads as 0
         copy_tile(memory.k_tile(h), k, memory.keys_full, row + h * kBlock, head);
@@ -62,7 +65,7 @@ struct QueryProducer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) store_word(note + kNoteMask + 4 * i, mask[i / 2][i % 2]);
       }
-      barrier_arrive_expect(barrier(), kQueryStageBytes + 2 * kRowBytes);
+      barrier_arrive_expect(barrier(), Memory::stage_bytes + 2 * kRowBytes);
       copy_tile(memory.q_tile(place.stage), &a.q, barrier(), block * kBlock, head);
       copy_bytes(memory.lse(place.stage), p.lse + head * p.lse_head + block * kBlock, kRowBytes, barrier());
       copy_tile(memory.do_tile(place.stage), &a.d_o, barrier(), block * kBlock, head);

@@ -10,12 +10,10 @@
 
 namespace ds_sparse_ring {
 
-constexpr int kQueryStages = 3;
-constexpr uint32_t kTileBytes16 = 2 * kBoxBytes;                    // 64 tokens x 128 dims of bfloat16
-constexpr uint32_t kQueryStageBytes = 2 * kTileBytes16;             // queries, output gradients
-constexpr uint32_t kRowBytes = 64 * 4;                              // lse or delta of a stage
-constexpr uint32_t kSumBytes = 2 * kBoxBytes;                       // 64 queries x 64 dims of fp32: two boxes
+constexpr uint32_t kRowBytes = 64 * 4;         // lse or delta of a stage
+constexpr uint32_t kSumBytes = 2 * kBoxBytes;  // 64 queries x 64 dims of fp32: two boxes
 constexpr int kBackwardConsumerWarps = 8;
+constexpr uint32_t kBackwardSharedBytes = 227 * 1024;  // of a block
 
 enum QueryNoteFlag : uint32_t {
   kReads = 1,         // << half: this query block reads the half's keys
@@ -30,34 +28,39 @@ enum QueryNoteFlag : uint32_t {
 // Words of a note. `kNoteMask`: four words, [half][keys 0 to 31, 32 to 63].
 enum QueryNote : uint32_t { kNoteFlags = 0, kNoteHead = 4, kNoteBlock = 8, kNoteMask = 12, kNoteBytes = 32 };
 
+template <int kDims>
 struct BackwardMemory {
-  uint32_t keys;      // [half][k, v][64 x 128] of the tile
-  uint32_t stages;    // [stage][q, do][64 x 128]
+  static constexpr uint32_t tile_bytes = kDims / 64 * kBoxBytes, stage_bytes = 2 * tile_bytes;  // queries, output gradients
+  static constexpr uint32_t keys_bytes = 4 * tile_bytes, other_bytes = 4 * kBoxBytes + 2 * kSumBytes;
+  static constexpr uint32_t stage_count = (kBackwardSharedBytes - keys_bytes - other_bytes - 6 * 8) / (stage_bytes + 2 * kRowBytes + kNoteBytes + 16);
+  static constexpr uint32_t bytes = keys_bytes + other_bytes + 6 * 8 + stage_count * (stage_bytes + 2 * kRowBytes + kNoteBytes + 16);
+  // warps that make the query gradients of a query block that both halves read: of both halves, each for 64 dims, or of one
+  static constexpr int sharing_warps = kDims == 128 ? 8 : 4;
+
+  uint32_t keys;      // [half][k, v][64, kDims] of the tile
+  uint32_t stages;    // [stage][q, do][64, kDims]
   uint32_t weights;   // [slot][half][64 keys x 64 queries]: gradients of the scores, transposed
   uint32_t sums;      // [warpgroup][2][64 x 32] fp32: query gradients on their way out
   uint32_t rows;      // [stage][lse, delta][64]
   uint32_t full, empty;                                // barriers of the stages
   uint32_t keys_full, keys_free, weights_ready, weights_free;  // of the tile, and one for each slot
 
-  static constexpr uint32_t tiles_bytes = 4 * kTileBytes16 + kQueryStages * kQueryStageBytes + 4 * kBoxBytes + 2 * kSumBytes;
-  static constexpr uint32_t bytes = tiles_bytes + kQueryStages * (2 * kRowBytes + kNoteBytes + 16) + 6 * 8;
-
   // aligned to 1024 bytes
   __device__ __forceinline__ explicit BackwardMemory(uint8_t* memory)
       : keys(shared_address(memory)),
-        stages(keys + 4 * kTileBytes16),
-        weights(stages + kQueryStages * kQueryStageBytes),
+        stages(keys + keys_bytes),
+        weights(stages + stage_count * stage_bytes),
         sums(weights + 4 * kBoxBytes),
         rows(sums + 2 * kSumBytes),
-        full(rows + kQueryStages * (2 * kRowBytes + kNoteBytes)),
-        empty(full + 8 * kQueryStages),
-        keys_full(empty + 8 * kQueryStages),
+        full(rows + stage_count * (2 * kRowBytes + kNoteBytes)),
+        empty(full + 8 * stage_count),
+        keys_full(empty + 8 * stage_count),
         keys_free(keys_full + 8),
         weights_ready(keys_free + 8),
         weights_free(weights_ready + 16) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kQueryStages; ++i) {
+    for (uint32_t i = 0; i < stage_count; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kBackwardConsumerWarps);
     }
@@ -65,30 +68,31 @@ struct BackwardMemory {
     barrier_init(keys_free, kBackwardConsumerWarps);
     for (int i = 0; i < 2; ++i) {
       barrier_init(weights_ready + 8 * i, kBackwardConsumerWarps);
-      barrier_init(weights_free + 8 * i, kBackwardConsumerWarps);
+      barrier_init(weights_free + 8 * i, sharing_warps);
     }
     barriers_visible_to_copies();
   }
 
-  __device__ __forceinline__ uint32_t k_tile(uint32_t half) const { return keys + half * 2 * kTileBytes16; }
-  __device__ __forceinline__ uint32_t v_tile(uint32_t half) const { return k_tile(half) + kTileBytes16; }
-  __device__ __forceinline__ uint32_t q_tile(uint32_t stage) const { return stages + stage * kQueryStageBytes; }
-  __device__ __forceinline__ uint32_t do_tile(uint32_t stage) const { return q_tile(stage) + kTileBytes16; }
+  __device__ __forceinline__ uint32_t k_tile(uint32_t half) const { return keys + half * 2 * tile_bytes; }
+  __device__ __forceinline__ uint32_t v_tile(uint32_t half) const { return k_tile(half) + tile_bytes; }
+  __device__ __forceinline__ uint32_t q_tile(uint32_t stage) const { return stages + stage * stage_bytes; }
+  __device__ __forceinline__ uint32_t do_tile(uint32_t stage) const { return q_tile(stage) + tile_bytes; }
   __device__ __forceinline__ uint32_t lse(uint32_t stage) const { return rows + stage * 2 * kRowBytes; }
   __device__ __forceinline__ uint32_t delta(uint32_t stage) const { return lse(stage) + kRowBytes; }
-  __device__ __forceinline__ uint32_t note(uint32_t stage) const { return rows + kQueryStages * 2 * kRowBytes + stage * kNoteBytes; }
+  __device__ __forceinline__ uint32_t note(uint32_t stage) const { return rows + stage_count * 2 * kRowBytes + stage * kNoteBytes; }
   __device__ __forceinline__ uint32_t weights_box(uint32_t slot, uint32_t half) const {
     return weights + (2 * slot + half) * kBoxBytes;
   }
   __device__ __forceinline__ uint32_t sum_box(uint32_t warpgroup, uint32_t box) const { return sums + (2 * warpgroup + box) * kBoxBytes; }
 };
 
-// Where a warp stands among the stages.
+// Where a warp stands among so many stages.
+template <uint32_t kStages>
 struct QueryPlace {
   uint32_t stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kQueryStages) {
+    if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
