@@ -11,7 +11,9 @@
 namespace ds_sparse_ring {
 
 constexpr int kBackwardThreads = 3 * 128;
-constexpr int kQueryProducerRegisters = 32, kQueryConsumerRegisters = 240;  // 128 * (32 + 2 * 240) of 65536
+constexpr int kQueryProducerRegisters = 24, kQueryConsumerRegisters = 240;
+// a launch gives 168 registers to each thread; who asks for more than others have given back waits for ever
+static_assert(kQueryProducerRegisters + 2 * kQueryConsumerRegisters <= 3 * 168);
 
 template <Element kElement, int kDims>
 __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
