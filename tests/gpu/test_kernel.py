@@ -97,7 +97,8 @@ def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_results_repeat_bit_for_bit(backend: str, kind: str) -> None:
+def test_results_repeat_bit_for_bit(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)  # as a user asks for it
     sequence = make_sequence([3000, 5000])
     index = on_device(make_index(kind, sequence, 8, 1), torch.device("cuda"))
     q, k, v = (x.to("cuda", torch.bfloat16) for x in global_qkv(sequence, 8, 1, 128))

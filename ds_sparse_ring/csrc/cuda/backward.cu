@@ -37,13 +37,15 @@ bool encode_map(EncodeTiled encode, CUtensorMap* map, CUtensorMapDataType type, 
 
 cudaError_t zero_queries(const BackwardProblem& p, cudaStream_t stream) {
   const size_t row = p.head_size * sizeof(float), rows = size_t(p.q_blocks) * kBlock;
-  if (p.dq_row == p.head_size) {
-    if (p.heads == 1) return cudaMemsetAsync(p.dq, 0, rows * row, stream);
-    return cudaMemset2DAsync(p.dq, p.dq_head * sizeof(float), 0, rows * row, p.heads, stream);
+  const bool dense = p.dq_row == p.head_size;
+  if (dense && (p.heads == 1 || p.dq_head == static_cast<int64_t>(rows) * p.head_size))
+    return cudaMemsetAsync(p.dq, 0, p.heads * rows * row, stream);
+  for (int head = 0; head < p.heads; ++head) {
+    float* dq = p.dq + head * p.dq_head;
+    const cudaError_t error = dense ? cudaMemsetAsync(dq, 0, rows * row, stream)
+                                    : cudaMemset2DAsync(dq, p.dq_row * sizeof(float), 0, row, rows, stream);
+    if (error != cudaSuccess) return error;
   }
-  for (int head = 0; head < p.heads; ++head)
-    if (const cudaError_t error = cudaMemset2DAsync(p.dq + head * p.dq_head, p.dq_row * sizeof(float), 0, row, rows, stream))
-      return error;
   return cudaSuccess;
 }
 
