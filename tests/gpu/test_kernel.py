@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -95,6 +97,14 @@ def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(
     check_hops(kernel_named(backend), kind, dtype, tolerance=tolerance, device="cuda", head_size=head_size)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_results_repeat_bit_for_bit(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ Encoder find_encoder() {  // without linking the driver's library
 bool encode_map(EncodeTiled encode, CUtensorMap* map, const ForwardProblem& p, const void* data, int64_t rows,
                 int64_t row_stride, int64_t heads, int64_t head_stride) {
   const auto type = p.element == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(p.head_size), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(heads)};
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(p.head_size), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(heads)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2, static_cast<cuuint64_t>(head_stride) * 2};
   const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
   return encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -49,7 +50,8 @@ cudaError_t launch_forward(const ForwardProblem& p, int multiprocessors, cudaStr
                  encode_map(encode, &a.k, p, p.k, k_rows, p.k_row, p.kv_heads, p.k_head) &&
                  encode_map(encode, &a.v, p, p.v, k_rows, p.v_row, p.kv_heads, p.v_head);
   if (p.columns > 0) {
-    encoded = encoded && encode_map(encode, &a.column_k, p, p.column_k, p.columns, p.column_k_row, 1, p.columns * p.column_k_row) &&
+    encoded = encoded &&
+              encode_map(encode, &a.column_k, p, p.column_k, p.columns, p.column_k_row, 1, p.columns * p.column_k_row) &&
               encode_map(encode, &a.column_v, p, p.column_v, p.columns, p.column_v_row, 1, p.columns * p.column_v_row);
   } else {
     a.column_k = a.k, a.column_v = a.v;

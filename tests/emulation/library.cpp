@@ -1,0 +1,85 @@
+// The forward kernel of csrc/cuda, emulated: one block does all tiles. Called from tests/emulated_op.py, which lists the numbers.
+#include "mainloop.cuh"
+#include "producer.cuh"
+
+using namespace ds_sparse_ring;
+
+namespace {
+
+const ForwardArguments* arguments;
+
+template <Element kElement, int kHeadSize, Output kOutput>
+void body() {
+  const Ring<kHeadSize> ring(block.shared);
+  const int warpgroup = block.thread / 128;
+  if (warpgroup == 0)
+    Producer<kHeadSize>(*arguments, ring).run();
+  else
+    Consumer<kElement, kHeadSize>(arguments->problem, ring, warpgroup - 1).template run<kOutput>();
+  block.fibers[block.thread].done = true;
+  for (;;) emulation::yield();
+}
+
+template <Element kElement, int kHeadSize>
+void launch() {
+  block.memory.assign(Ring<kHeadSize>::bytes + 2 * kAlignment, 0);
+  block.shared = block.memory.data() + (kAlignment - reinterpret_cast<uintptr_t>(block.memory.data()) % kAlignment) % kAlignment;
+  barriers.clear(), copies.clear(), products.assign(emulation::kThreads, {});
+  Ring<kHeadSize>(block.shared).init();
+  void (*const bodies[])() = {body<kElement, kHeadSize, kWriteElement>, body<kElement, kHeadSize, kWriteFloat>,
+                              body<kElement, kHeadSize, kMergeFloat>};
+  emulation::run(bodies[arguments->problem.output], [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+}
+
+// takes one number after the other
+struct Numbers {
+  const int64_t* next;
+
+  template <class T>
+  void into(T& x) {
+    x = static_cast<T>(*next++);
+  }
+  template <class T>
+  void into(T*& x) {
+    x = reinterpret_cast<T*>(*next++);
+  }
+};
+
+CUtensorMap take_map(Numbers& numbers, int64_t rows, int64_t heads) {
+  TensorMap from{nullptr, rows, heads, 0, 0};
+  numbers.into(from.data), numbers.into(from.head_stride), numbers.into(from.row_stride);
+  CUtensorMap map{};
+  static_assert(sizeof(from) <= sizeof(map));
+  memcpy(&map, &from, sizeof(from));
+  return map;
+}
+
+}  // namespace
+
+// what went wrong; empty: nothing
+extern "C" const char* emulated_forward(const int64_t* given, double scale) {
+  ForwardArguments a{};
+  ForwardProblem& p = a.problem;
+  Tables& t = p.tables;
+  Numbers x{given};
+  int element, pairing, output;
+  x.into(element), x.into(p.head_size), x.into(p.heads), x.into(p.kv_heads), x.into(p.q_blocks), x.into(p.k_blocks);
+  x.into(p.heads_per_pattern), x.into(pairing), x.into(output);
+  p.element = static_cast<Element>(element), p.pairing = static_cast<Pairing>(pairing), p.output = static_cast<Output>(output);
+  x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
+  x.into(t.column_words), x.into(t.segments), x.into(t.q_segment), x.into(t.bits);
+  x.into(t.column_ptr), x.into(t.column_ids), x.into(t.column_end), x.into(t.column_bits), x.into(p.columns);
+  x.into(p.o), x.into(p.o_head), x.into(p.o_row), x.into(p.lse), x.into(p.lse_head);
+  a.q = take_map(x, int64_t{p.q_blocks} * kBlock, p.heads);
+  a.k = take_map(x, int64_t{p.k_blocks} * kBlock, p.kv_heads), a.v = take_map(x, int64_t{p.k_blocks} * kBlock, p.kv_heads);
+  a.column_k = take_map(x, p.columns, 1), a.column_v = take_map(x, p.columns, 1);
+  p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  int32_t next_tile = 0;
+  p.next_tile = &next_tile;
+  arguments = &a;
+  if (p.element == kBfloat16)
+    p.head_size == 64 ? launch<kBfloat16, 64>() : launch<kBfloat16, 128>();
+  else
+    p.head_size == 64 ? launch<kFloat16, 64>() : launch<kFloat16, 128>();
+  return block.failure.c_str();
+}

@@ -1,0 +1,103 @@
+"""The CUDA forward kernel, emulated on a CPU, behind its backend: see tests/emulated_op.py. On a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_sparse_ring.index import Index
+from ds_sparse_ring.kernels import ColumnKV, Work
+from ds_sparse_ring.kernels.contract import empty_result
+from ds_sparse_ring.kernels.torch_reference import TorchKernel
+from ds_sparse_ring.layout import BLOCK, BlockMap
+from tests.kernel_checks import column_kv, make_index, make_sequence
+from tests.unit.reference import global_qkv
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton's tables are not interpreted here: see tests/gpu", allow_module_level=True)
+
+from tests.emulated_op import EmulatedKernel, EmulatedOp, build  # noqa: E402
+
+ERROR = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
+"""Largest error of o relative to its size, root mean square."""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernel:
+    return EmulatedKernel(EmulatedOp(build(tmp_path_factory.mktemp("emulation"))))
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: Index, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of the whole sequence in float64."""
+    columns = column_kv(k.double(), v.double(), index, q.shape[0])
+    o, lse = empty_result(q.double())
+    TorchKernel().forward(q.double(), k.double(), v.double(), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale), o, lse, columns)
+    return o, lse
+
+
+def check(o: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> None:
+    error = (o.double() - expected[0]).square().mean() / expected[0].square().mean()
+    assert error.sqrt() < ERROR[dtype]
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "heads", "kv_heads", "shared", "dtype", "head_size"),
+    [
+        pytest.param("vertical-slash", [1], 1, 1, 1, torch.bfloat16, 128, id="one-token"),
+        pytest.param("vertical-slash", [130, 1, 257, 64], 4, 4, 1, torch.float16, 64, id="documents"),
+        pytest.param("vertical-slash", [700], 4, 2, 1, torch.bfloat16, 128, id="gqa"),
+        pytest.param("vertical-slash", [333], 8, 1, 4, torch.float16, 128, id="heads-that-share-a-pattern"),
+        pytest.param("vertical-slash", [300], 3, 1, 1, torch.bfloat16, 64, id="odd-heads"),
+        # blocks 12 and 13 are the halves of a tile: the second one reads one stage, and the ring comes round to it
+        pytest.param("full", [13 * BLOCK, 1], 1, 1, 1, torch.bfloat16, 128, id="full-a-half-that-waits"),
+    ],
+)
+def test_forward_overwrites_and_merges(
+    kernel: EmulatedKernel,
+    kind: str,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    shared: int,
+    dtype: torch.dtype,
+    head_size: int,
+) -> None:
+    sequence, scale = make_sequence(lengths), head_size**-0.5
+    index = make_index(kind, sequence, heads // shared, shared)
+    q, k, v = (x.to(dtype) for x in global_qkv(sequence, heads, kv_heads, head_size))
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)  # heads beside each other, as models have them
+    expected, columns = exact(q, k, v, index, scale), column_kv(k, v, index, heads)
+    work, calls = Work(BlockMap(1, 0), BlockMap(1, 0), index, scale), kernel._op.calls
+    o, lse = (torch.full(shape, float("nan"), dtype=x) for shape, x in ((q.shape, dtype), (q.shape[:2], torch.float32)))
+    kernel.forward(q, k, v, work, o, lse, columns, overwrite=True)
+    check(o, lse, expected, dtype)
+    o, lse = empty_result(q)
+    kernel.forward(q, k, v, work, o, lse, columns)
+    check(o, lse, expected, dtype)
+    assert kernel._op.calls == calls + 2, "Triton's kernel was called instead"
+
+
+@pytest.mark.parametrize("kind", ["vertical-slash", "full"])
+def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(kernel: EmulatedKernel, kind: str) -> None:
+    sequence, ranks, cut, scale = make_sequence([300, 500]), 3, 2, 128**-0.5  # 13 blocks
+    index = make_index(kind, sequence, 2, 1)
+    q, k, v = (x.to(torch.bfloat16) for x in global_qkv(sequence, 2, 1, 128))
+    expected, columns = exact(q, k, v, index, scale), column_kv(k, v, index, 2)
+    o, lse = empty_result(q)
+
+    def of(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.unflatten(1, (-1, BLOCK))[:, rank::ranks].flatten(1, 2)
+
+    for rank in range(ranks):
+        mine = of(q, rank), of(o, rank), of(lse, rank)
+        for source in range(ranks):
+            for first, last in ((cut, None), (0, cut)):
+                rows = slice(first * BLOCK, None if last is None else last * BLOCK)
+                work = Work(BlockMap(ranks, rank), BlockMap(ranks, source + ranks * first), index, scale)
+                given: ColumnKV | None = columns if source == rank and first == 0 else None
+                kernel.forward(mine[0], of(k, source)[:, rows], of(v, source)[:, rows], work, *mine[1:], given)
+        for whole, part in ((o, mine[1]), (lse, mine[2])):
+            whole.unflatten(1, (-1, BLOCK))[:, rank::ranks] = part.unflatten(1, (-1, BLOCK))
+    check(o, lse, expected, torch.bfloat16)
