@@ -12,7 +12,7 @@ constexpr float kHuge = 1.0e30f;  // finite, so that it meets -inf without becom
 // out[row] += factor * x, both [64, 2 * kSums]: a thread has rows 16 warp + lane / 4 (+ 8) and, of every 8 dims, 2 (lane % 4) and the next one
 template <int kSums>
 __device__ __forceinline__ void add_rows(float* out, int64_t row_stride, int rows, const float (&x)[kSums], float factor) {
-  const uint32_t thread = thread_now(), lane = thread % 32, first = thread % 128 / 32 * 16 + lane / 4;
+  const int thread = static_cast<int>(thread_now()), lane = thread % 32, first = thread % 128 / 32 * 16 + lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (first + 8 * r >= rows) continue;

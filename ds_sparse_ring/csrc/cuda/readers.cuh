@@ -4,11 +4,11 @@
 // i stands at y = i - (first key block - base), and half h is on its local offset y - h.
 #pragma once
 
-#include "tile_scheduler.cuh"
-// tile_scheduler.cuh comes first
-#include "active_blocks.cuh"
 #include "backward.cuh"
 #include "backward_ring.cuh"
+#include "tile_scheduler.cuh"
+// which comes before
+#include "active_blocks.cuh"
 
 namespace ds_sparse_ring {
 
