@@ -67,7 +67,7 @@ def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
     of_layers = e.layers * of_step
     return [
         ("step s", step_s, of_step * e.step_ms),
-        ("attention s", attention_s, of_layers * (e.forward.total + e.backward.total + e.exchange_ms + e.columns_ms)),
+        ("attention s", attention_s, of_step * e.attention_ms - of_layers * e.index_ms),
         ("index s", index_s, of_layers * e.index_ms),
         ("rest s", rest_s, of_step * e.rest_ms),
         (
