@@ -69,7 +69,8 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
 
     Args:
         q: ``[1, H, n, D]`` after RoPE; k, v: ``[1, K, n, D]`` with their own number of heads; H must be a multiple of K.
-        layer: number under which density and recall are reported.
+        context: of the sequence, the same for all layers.
+        layer: counted from 0; what the schedule has for it chooses, and density and recall are reported under it.
         scale: multiplies q.k before the softmax.
 
     Returns:
@@ -82,6 +83,7 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
     if torch.is_autocast_enabled(device):  # as for SDPA: what arrives in mixed precisions is attended to in autocast's
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     context.check(q, k, v)
+    context = context.at_layer(layer)
     slot = current_slot()
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     with torch.autocast(device, enabled=False):  # the kernels choose their precision themselves
