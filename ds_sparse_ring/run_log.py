@@ -159,7 +159,7 @@ class RunLog:
 
 
 def read_run(path: Path) -> RunLog:
-    """Read what train/pretrain.py wrote.
+    """Read what train/pretrain.py or Trainer wrote.
 
     Raises:
         SparseRingError: no such file, another kind of file, or no step with measured attention.
@@ -169,7 +169,7 @@ def read_run(path: Path) -> RunLog:
     if not starts or "job" not in lines[starts[-1]]:
         raise SparseRingError(
             f'log: {path} has no line {{"event": "start", "job": ...}} that says what ran: give the metrics.jsonl that '
-            "train/pretrain.py of this version writes into its output folder"
+            "train/pretrain.py or Trainer of this version write into their output folder"
         )
     try:
         job = RunJob(**lines[starts[-1]]["job"])

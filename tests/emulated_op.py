@@ -1,6 +1,6 @@
-"""The CUDA forward kernel on a CPU: its sources, but for two files that name Hopper's instructions, compiled over an emulation.
+"""The CUDA kernels on a CPU: their sources, but for the files that name Hopper's instructions, compiled over an emulation.
 
-``emulation/`` has those two files: barriers, the copy engine and matrix products as the hardware does them, in threads that
+``emulation/`` has those files: barriers, the copy engine and matrix products as the hardware does them, in threads that
 run in turns at random paces. So an index that is walked wrongly, a barrier that waits for ever, a stage that is read too early
 or a swizzle that is wrong are found without a GPU. What it cannot find: whether ptxas and the hardware agree.
 """
@@ -33,19 +33,19 @@ def build(folder: Path) -> ctypes.CDLL:
     )
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(library))
-    loaded.emulated_forward.restype = ctypes.c_char_p
+    loaded.emulated_forward.restype = loaded.emulated_backward.restype = ctypes.c_char_p
     return loaded
 
 
 class EmulatedTables:
-    """In place of the op's class of that name: what the forward kernel needs of what that is given, in its order."""
+    """In place of the op's class of that name."""
 
     def __init__(self, *given: Any) -> None:
         (
             self.base, self.own, self.q_stride, self.q_start, self.q_blocks, self.k_blocks, self.patterns,
-            self.heads_per_pattern, self.segments, self.q_segment, self.bits, columns,
-        ) = (*given[:10], *given[-2:])  # fmt: skip
-        self.columns = columns[:4]
+            self.heads_per_pattern, self.segments, self.q_segment, self.k_segments, self.bits, columns,
+        ) = given  # fmt: skip
+        self.columns, self.column_tiles = columns[:4], columns[4:]
 
 
 class EmulatedOp:
@@ -81,9 +81,38 @@ class EmulatedOp:
         assert not failure, failure.decode()
         self.calls += 1
 
+    def backward(
+        self, tables: EmulatedTables, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+        dk: Tensor, dv: Tensor, column_k: Tensor | None, column_v: Tensor | None, d_column_k: Tensor | None,
+        d_column_v: Tensor | None, scale: float, overwrite: bool, spare_multiprocessors: int,
+    ) -> None:  # fmt: skip
+        """See ``backward`` in bindings.cpp."""
+        columns = tables.columns if column_k is not None else []
+        if overwrite:
+            dq.zero_()
+        numbers = [q.dtype == torch.float16, q.shape[2], q.shape[0], k.shape[0], tables.q_blocks, tables.k_blocks]
+        numbers += [tables.heads_per_pattern, tables.bits is None, tables.own, tables.base, tables.q_stride, tables.q_start]
+        numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
+        numbers += [tables.segments.data_ptr(), tables.k_segments.data_ptr()]
+        numbers += [0 if tables.bits is None else tables.bits.data_ptr()]
+        numbers += [x.data_ptr() for x in (*columns, *tables.column_tiles)] if columns else [0] * 6
+        numbers += [tables.column_tiles[0].numel(), columns[1].numel()] if columns else [0] * 2
+        for rows in (lse, delta):
+            numbers += [rows.data_ptr(), rows.stride(0)]
+        for x in (dk, dv):
+            numbers += [x.data_ptr(), *x.stride()[:2]]
+        numbers += [0 if x is None else x.data_ptr() for x in (d_column_k, d_column_v)]
+        for x in (q, do, dq, k, v):
+            numbers += [x.data_ptr(), *x.stride()[:2]]
+        for column in (column_k, column_v):
+            numbers += [0] * 3 if column is None else [column.data_ptr(), 0, column.stride(0)]
+        failure = self._library.emulated_backward((ctypes.c_int64 * len(numbers))(*map(int, numbers)), ctypes.c_double(scale))
+        assert not failure, failure.decode()
+        self.calls += 1
+
 
 class EmulatedKernel(CudaKernel):
-    """The backend "cuda" with the emulated op, on a CPU: the forward pass alone. Triton's interpreter makes the tables."""
+    """The backend "cuda" with the emulated op, on a CPU. Triton's interpreter makes the tables."""
 
     def __init__(self, op: EmulatedOp) -> None:
         self._op: Any = op

@@ -57,7 +57,11 @@ def standard_library_documents() -> list[str]:
 
     About 12 MB of text; sorted by name, so that every rank and every run on one machine sees the same documents.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
+    return source_documents(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def source_documents(root: Path) -> list[str]:
+    """Python sources below ``root`` without tests, sorted: one document per folder or module that lies directly in it."""
     packages: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts

@@ -35,10 +35,10 @@ from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import Work, WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import base_model_of, enable_gradient_checkpointing
-from ds_sparse_ring.job import ModelShape
 from ds_sparse_ring.run_log import MetricsLog, RunJob, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
@@ -207,18 +207,17 @@ class Pretraining:
 
     def job(self) -> RunJob:
         """What runs, for readers of the log."""
-        args, ring, cuda, model = self.args, self.ring, self.device.type == "cuda", self.engine.module.config
-        return RunJob(
-            model=ModelShape.of(model.to_dict(), type(model).__name__),
-            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
-            world=ring.axes.world_size,
+        args = self.args
+        return run_job(
+            self.engine.module,
+            self.ring,
+            self.device,
             sequence_tokens=args.sequence_tokens,
             micro_batch=args.micro_batch,
             accumulation=args.accumulation,
             zero_stage=self.engine.zero_optimization_stage(),
             loss_tile_tokens=args.loss_tile_tokens,
             liger=args.liger_kernel,
-            sparse_ring=ring.config.model_dump(),
         )
 
     # ---- the loop

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset as ArrowDataset
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -39,6 +40,7 @@ from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_set
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.trainer_data import (
     PRESENT_ROWS,
     BatchCollator,
@@ -219,9 +221,30 @@ class SparseRingMixin(_Base):
         if self._compare_batch:
             check_same_batch(sequence, self.ring.axes, self.args.device)
             self._check_memory(sequence)
+            self._write(
+                {"event": "start", "step": self.state.global_step, "steps": self.state.max_steps, **self._what_runs(sequence)}
+            )
             self._compare_batch = False
         self._rate.add(sequence)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _what_runs(self, sequence: Sequence) -> dict[str, Any]:
+        """For readers of the log; of a model that the planner does not know, only what is ours."""
+        engine: Any = self.deepspeed
+        try:
+            job = run_job(
+                base_model_of(self._model()),
+                self.ring,
+                self.args.device,
+                sequence_tokens=sequence.shape[1],
+                micro_batch=sequence.shape[0],
+                accumulation=self.args.gradient_accumulation_steps,
+                zero_stage=0 if engine is None else engine.zero_optimization_stage(),
+                liger=bool(self.args.use_liger_kernel),
+            )
+        except ValidationError:
+            return {"run": {"world": self.ring.axes.world_size, "sparse_ring": self.ring.config.model_dump()}}
+        return {"job": job.model_dump()}
 
     def _check_memory(self, sequence: Sequence) -> None:
         engine: Any = self.deepspeed
@@ -376,14 +399,6 @@ class _SparseRingCallback(TrainerCallback):
         adopt_gradient_checkpointing(trainer.model)
         trainer._compare_batch = True
         trainer._rate, trainer._logged_step = WorkRate(), state.global_step
-        trainer._write(
-            {
-                "event": "start",
-                "step": state.global_step,
-                "steps": state.max_steps,
-                "run": {"world": ring.axes.world_size, "sparse_ring": ring.config.model_dump()},
-            }
-        )
         stage = 0
         if trainer.is_deepspeed_enabled:
             wrapped = trainer.accelerator.deepspeed_engine_wrapped is not None

@@ -1,7 +1,8 @@
-"""The CUDA C++ backend for Hopper GPUs: the forward kernel of ``csrc/cuda``, and Triton's kernels for all that it does not do.
+"""The CUDA C++ backend for Hopper GPUs: the kernels of ``csrc/cuda``, and Triton's kernels for all that they do not do.
 
-It does bfloat16 and float16, head sizes 64 and 128, the full index and vertical-slash patterns. The rest is done by Triton's
-kernels, which read the same tables of `hop_index`: the backward pass, float32, other head sizes, block lists.
+They do bfloat16 and float16, head sizes 64 and 128, the full index and vertical-slash patterns. The rest is done by Triton's
+kernels, which read the same tables of `hop_index`: float32, other head sizes, block lists. Gradients repeat bit for bit only
+with ``torch.use_deterministic_algorithms(True)``; they are Triton's then, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.op_builder import CUDAAttentionBuilder
 
 _HEAD_SIZES = (64, 128)
-_COLUMN_TILE = 64  # that of Triton's backward pass, so that both find the same cached table; its tiles are not read here
+_COLUMN_TILE = 128  # of the backward pass
 
 
 class CudaKernel(TritonKernel):
@@ -60,6 +61,39 @@ class CudaKernel(TritonKernel):
         tables = self._tables(work, q.shape[1] // BLOCK, k.shape[1] // BLOCK, q.device, columns is not None)
         self._op.forward(tables, q, k, v, o_acc, lse_acc, column_k, column_v, work.scale, overwrite, self._spare)
 
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        work: Work,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        columns: ColumnKV | None = None,
+        d_columns: ColumnKV | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """See `Kernel.backward`."""
+        if not _offered(q, v, work) or torch.are_deterministic_algorithms_enabled():
+            return super().backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
+        column_k, column_v = (columns.k, columns.v) if columns is not None else (None, None)
+        d_column_k, d_column_v = (d_columns.k, d_columns.v) if d_columns is not None else (None, None)
+        tables = self._tables(work, q.shape[1] // BLOCK, k.shape[1] // BLOCK, q.device, columns is not None)
+        sums = dq
+        if dq.dtype != torch.float32:
+            sums = torch.empty(dq.shape, dtype=torch.float32, device=dq.device) if overwrite else dq.float()
+        self._op.backward(
+            tables, q, k, v, do.to(q.dtype), lse.float().contiguous(), delta.float().contiguous(), sums, dk, dv,
+            column_k, column_v, d_column_k, d_column_v, work.scale, overwrite, self._spare,
+        )  # fmt: skip
+        if sums is not dq:
+            dq.copy_(sums)
+
     def _tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
         """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""
         index = work.index
@@ -76,10 +110,11 @@ class CudaKernel(TritonKernel):
             bits = hop_index.offsets(index, q_map.stride, spans.residue).bits
             if with_columns:
                 table = hop_index.columns(index, q_map, q_blocks, spans.segments, _COLUMN_TILE)
-                of_columns = [table.ptr, table.ids, table.end, hop_index.offsets(index, 1, 0).bits]
+                bits_of_all = hop_index.offsets(index, 1, 0).bits
+                of_columns = [table.ptr, table.ids, table.end, bits_of_all, table.tile_row, table.tile_begin]
         return self._op.HopTables(
             spans.base, spans.own, q_map.stride, q_map.start, q_blocks, k_blocks, index.patterns, index.heads_per_pattern,
-            spans.segments, spans.q_segment, bits, of_columns,
+            spans.segments, spans.q_segment, spans.k_segments, bits, of_columns,
         )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ per block of keys.
 Selection by mass scores the keys twice as well, the second time for columns and token diagonals at once: 1 KiB per key block and
 pattern is written for its diagonals, and never a tensor of rows x keys. It keeps the masses of a few segments at a time.
 
-Both write the index into buffers of the most that it may hold before the host waits, and cut it to length afterwards.
+Both write the index into buffers of the most that it may hold before the host waits, and cut it to length afterwards, by a copy
+where they are large.
 
 Shapes as in `triton_probe`.
 """
@@ -42,6 +43,7 @@ from ds_sparse_ring.select.tables import Tables, tables_of
 _NO_BOUND = 1 << 62
 _ENTRIES = 1 << 25  # tokens that selection by mass ranks at a time: 24 bytes each (masses, parts of diagonals), 768 MiB
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
+_KEPT = 1 << 20  # bytes that an index may keep beside its values
 _BOUNDED_BLOCKS = 1024  # sequences of so many blocks are worth finding out which of them need a second look
 _WARPS = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -448,18 +450,34 @@ def _index(probe: _Probe, words: Tensor, flags: Tensor, refused: Tensor) -> Vert
     column_ptr = columns_before.index_select(0, t.column_rows)
     summary = flags.new_empty(3)
     compact.summary_kernel[(1,)](columns_before[-1:], diagonals_before[-1:], refused, refused.numel(), summary, SIZE=256)
-    summaries = torch.stack(context.axes.ring_gather(summary)).tolist()
+    summaries = _on_host(torch.stack(context.axes.ring_gather(summary)))
     columns, diagonals, not_finite = summaries[context.axes.ring_rank]
     if not_finite:
         raise SparseRingError(NOT_FINITE)
     if columns > column_values.numel():
         column_values = _filled(probe, words, columns_before, columns)
     else:
-        column_values = column_values[:columns].clone()
+        column_values = _cut(column_values, columns)
     if context.axes.ring_size > 1:
         column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, [row[0] for row in summaries])
-    group, diagonal_values = context.config.heads_per_pattern, diagonal_values[:diagonals].clone()
+    group, diagonal_values = context.config.heads_per_pattern, _cut(diagonal_values, diagonals)
     return VerticalSlash(context.segments, patterns, group, diagonal_ptr, diagonal_values, column_ptr, column_values)
+
+
+def _cut(values: Tensor, count: int) -> Tensor:
+    """The first ``count``, without keeping the memory of the others, if that is worth a launch while the device stands still."""
+    kept = values[:count]
+    return kept.clone() if values.nbytes > _KEPT else kept
+
+
+def _on_host(numbers: Tensor) -> list[list[int]]:
+    """Read a small tensor: by way of pinned memory, because a copy from a device to other memory is staged and takes longer."""
+    if numbers.is_cuda:
+        pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        pinned.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        numbers = pinned
+    return numbers.tolist()
 
 
 def _filled(probe: _Probe, words: Tensor, before: Tensor, room: int) -> Tensor:

@@ -1,4 +1,6 @@
-// The forward kernel of csrc/cuda, emulated: one block does all tiles. Called from tests/emulated_op.py, which lists the numbers.
+// The kernels of csrc/cuda, emulated: one block does all tiles. Called from tests/emulated_op.py, which lists the numbers.
+#include "backward_mainloop.cuh"
+#include "backward_producer.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
 
@@ -29,6 +31,30 @@ void launch() {
   void (*const bodies[])() = {body<kElement, kHeadSize, kWriteElement>, body<kElement, kHeadSize, kWriteFloat>,
                               body<kElement, kHeadSize, kMergeFloat>};
   emulation::run(bodies[arguments->problem.output], [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+}
+
+const BackwardArguments* backward_arguments;
+
+template <Element kElement, int kHeadSize>
+void backward_body() {
+  const BackwardMemory<kHeadSize> memory(block.shared);
+  if (block.thread < 128)
+    QueryProducer<kHeadSize>(*backward_arguments, memory).run();
+  else
+    QueryConsumer<kElement, kHeadSize>(*backward_arguments, memory).run();
+  block.fibers[block.thread].done = true;
+  for (;;) emulation::yield();
+}
+
+template <Element kElement, int kHeadSize>
+void launch_backward() {
+  block.memory.assign(BackwardMemory<kHeadSize>::bytes + 2 * kAlignment, 0);
+  block.shared = block.memory.data() + (kAlignment - reinterpret_cast<uintptr_t>(block.memory.data()) % kAlignment) % kAlignment;
+  barriers.clear(), copies.clear(), products.assign(emulation::kThreads, {});
+  std::fill(additions, additions + emulation::kThreads, 0);
+  for (NamedBarrier& b : named_barriers) b = {};
+  BackwardMemory<kHeadSize>(block.shared).init();
+  emulation::run(backward_body<kElement, kHeadSize>, [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
 }
 
 // takes one number after the other
@@ -81,5 +107,37 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
     p.head_size == 64 ? launch<kBfloat16, 64>() : launch<kBfloat16, 128>();
   else
     p.head_size == 64 ? launch<kFloat16, 64>() : launch<kFloat16, 128>();
+  return block.failure.c_str();
+}
+
+// what went wrong; empty: nothing
+extern "C" const char* emulated_backward(const int64_t* given, double scale) {
+  BackwardArguments a{};
+  BackwardProblem& p = a.problem;
+  Tables& t = p.tables;
+  Numbers x{given};
+  int element;
+  x.into(element), x.into(p.head_size), x.into(p.heads), x.into(p.kv_heads), x.into(p.q_blocks), x.into(p.k_blocks);
+  x.into(p.heads_per_pattern);
+  p.element = static_cast<Element>(element);
+  x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
+  x.into(t.column_words), x.into(t.segments), x.into(p.k_segments), x.into(t.bits);
+  x.into(t.column_ptr), x.into(t.column_ids), x.into(t.column_end), x.into(t.column_bits);
+  x.into(p.column_tile_row), x.into(p.column_tile_begin), x.into(p.column_tiles), x.into(p.columns);
+  x.into(p.lse), x.into(p.lse_head), x.into(p.delta), x.into(p.delta_head);
+  x.into(p.dk), x.into(p.dk_head), x.into(p.dk_row), x.into(p.dv), x.into(p.dv_head), x.into(p.dv_row);
+  x.into(p.d_column_k), x.into(p.d_column_v);
+  const int64_t q_rows = int64_t{p.q_blocks} * kBlock, k_rows = int64_t{p.k_blocks} * kBlock;
+  a.q = take_map(x, q_rows, p.heads), a.d_o = take_map(x, q_rows, p.heads), a.dq = take_map(x, q_rows, p.heads);
+  a.k = take_map(x, k_rows, p.kv_heads), a.v = take_map(x, k_rows, p.kv_heads);
+  a.column_k = take_map(x, p.columns, 1), a.column_v = take_map(x, p.columns, 1);
+  p.scale = static_cast<float>(scale), p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  int32_t next_tile[2] = {0, 0};
+  p.next_tile = next_tile;
+  backward_arguments = &a;
+  if (p.element == kBfloat16)
+    p.head_size == 64 ? launch_backward<kBfloat16, 64>() : launch_backward<kBfloat16, 128>();
+  else
+    p.head_size == 64 ? launch_backward<kFloat16, 64>() : launch_backward<kFloat16, 128>();
   return block.failure.c_str();
 }

@@ -14,6 +14,7 @@ struct Product {
   bool accumulate, across;
   int columns;
   Element element;
+  uint64_t a_shared = 0;  // descriptor, if A is in shared memory
 };
 
 struct Products {  // of a thread
@@ -30,10 +31,11 @@ inline void products_commit() {
   mine.open.clear();
 }
 
-// entry (k, n) of the operand in shared memory
-inline float operand(const Product& p, int k, int n) {
-  const uint32_t start = static_cast<uint32_t>(p.b & 0x3FFF) << 4, leading = static_cast<uint32_t>(p.b >> 16 & 0x3FFF) << 4,
-                 stride = static_cast<uint32_t>(p.b >> 32 & 0x3FFF) << 4;
+// entry (k, n) of an operand in shared memory
+inline float operand(const Product& p, uint64_t descriptor, int k, int n) {
+  const uint32_t start = static_cast<uint32_t>(descriptor & 0x3FFF) << 4,
+                 leading = static_cast<uint32_t>(descriptor >> 16 & 0x3FFF) << 4,
+                 stride = static_cast<uint32_t>(descriptor >> 32 & 0x3FFF) << 4;
   const uint32_t at = p.across ? start + n / 64 * leading + n % 64 * 2 + k / 8 * stride + k % 8 * 128
                                : start + n / 8 * stride + n % 8 * 128 + k * 2;
   uint16_t bits;
@@ -50,6 +52,10 @@ inline void compute(const Product& p) {
   for (int r = 0; r < 2; ++r) {
     float a[16];
     for (int k = 0; k < 16; ++k) {
+      if (p.a_shared) {
+        a[k] = operand(p, p.a_shared, k, block.thread % 128 / 32 * 16 + lane / 4 + 8 * r);
+        continue;
+      }
       const auto* theirs = reinterpret_cast<const uint32_t*>(registers[lane / 4 * 4 + k % 8 / 2]);
       a[k] = from_element(static_cast<uint16_t>(theirs[r + 2 * (k / 8)] >> (16 * (k % 2))), p.element);
     }
@@ -57,7 +63,7 @@ inline void compute(const Product& p) {
       const int n = 8 * (i / 2) + 2 * (lane % 4) + i % 2;
       float& d = p.d[4 * (i / 2) + 2 * r + i % 2];
       float sum = p.accumulate ? d : 0;
-      for (int k = 0; k < 16; ++k) sum += a[k] * operand(p, k, n);
+      for (int k = 0; k < 16; ++k) sum += a[k] * operand(p, p.b, k, n);
       d = sum;
     }
   }
@@ -79,12 +85,12 @@ void pin(uint32_t (&)[N][4]) {}
 
 template <Element kElement = kBfloat16, bool kAcross = false>
 void product_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 64, kElement});
+  products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 64, kElement, 0});
 }
 
 template <Element kElement = kBfloat16, bool kAcross = true>
 void product_64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 128, kElement});
+  products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 128, kElement, 0});
 }
 
 }  // namespace ds_sparse_ring

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -95,13 +93,6 @@ def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(
     backend: str, kind: str, dtype: torch.dtype, head_size: int, tolerance: float
 ) -> None:
     check_hops(kernel_named(backend), kind, dtype, tolerance=tolerance, device="cuda", head_size=head_size)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -52,6 +52,7 @@ def step(context: SequenceContext, dtype: torch.dtype, *, replayed: bool) -> lis
     return results
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("selector", [{"kind": "price", "price": 1e-3}, {"kind": "full"}], ids=["price", "full"])
 def test_a_step_with_pages_is_the_step_without(selector: dict[str, Any], replayed: bool) -> None:

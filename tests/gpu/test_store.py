@@ -115,6 +115,7 @@ def test_device_memory_is_bounded_while_the_host_is_ahead() -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_training_is_bit_equal_with_and_without_over_steps_that_reuse_the_slab(store: Store) -> None:
     device = torch.device("cuda")
     for a, b in zip(train(store, "host", device, 512, 2048), train(None, "host", device, 512, 2048), strict=True):

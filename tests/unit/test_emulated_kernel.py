@@ -1,4 +1,4 @@
-"""The CUDA forward kernel, emulated on a CPU, behind its backend: see tests/emulated_op.py. On a GPU: tests/gpu."""
+"""The CUDA kernels, emulated on a CPU, behind its backend: see tests/emulated_op.py. On a GPU: tests/gpu."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_sparse_ring.index import Index
-from ds_sparse_ring.kernels import ColumnKV, Work
+from ds_sparse_ring.kernels import ColumnKV, Kernel, Work
 from ds_sparse_ring.kernels.contract import empty_result
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
 from ds_sparse_ring.layout import BLOCK, BlockMap
-from tests.kernel_checks import column_kv, make_index, make_sequence
+from tests.kernel_checks import column_kv, make_gradient, make_index, make_sequence
 from tests.unit.reference import global_qkv
 
 pytest.importorskip("triton")
@@ -101,3 +101,64 @@ def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(kernel: Emu
         for whole, part in ((o, mine[1]), (lse, mine[2])):
             whole.unflatten(1, (-1, BLOCK))[:, rank::ranks] = part.unflatten(1, (-1, BLOCK))
     check(o, lse, expected, torch.bfloat16)
+
+
+def gradients(
+    kernel: Kernel, inputs: list[torch.Tensor], rows: list[torch.Tensor], work: Work, columns: ColumnKV | None, *, overwrite: bool
+) -> list[torch.Tensor]:
+    """dq, dk, dv and those of the columns of q, k, v, do, with lse and delta; added to ones, but for dq if it is overwritten."""
+    q, k, v, do = inputs
+    dk, dv = (torch.ones(x.shape, dtype=rows[0].dtype) for x in (k, v))
+    dq = torch.full_like(q, float("nan")) if overwrite else torch.ones(q.shape, dtype=rows[0].dtype)
+    d_columns = None if columns is None else ColumnKV(*(torch.ones(x.shape, dtype=dk.dtype) for x in (columns.k, columns.v)))
+    kernel.backward(q, k, v, do, rows[0], rows[1], work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
+    added = [dk, dv, *([] if d_columns is None else [d_columns.k, d_columns.v])]
+    return [dq if overwrite else dq - 1, *(x - 1 for x in added)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "heads", "kv_heads", "shared", "dtype", "head_size", "ranks"),
+    [
+        pytest.param("vertical-slash", [1], 1, 1, 1, torch.bfloat16, 128, 1, id="one-token"),
+        pytest.param("vertical-slash", [130, 1, 257, 64], 4, 2, 1, torch.float16, 64, 1, id="documents"),
+        pytest.param("vertical-slash", [333], 8, 1, 4, torch.bfloat16, 128, 1, id="heads-that-share-a-pattern"),
+        pytest.param("vertical-slash", [300, 500], 2, 1, 1, torch.float16, 128, 2, id="hops-of-a-ring"),
+        pytest.param("full", [300], 3, 1, 1, torch.bfloat16, 64, 1, id="full-odd-heads"),
+    ],
+)
+def test_gradients_are_overwritten_and_added(
+    kernel: EmulatedKernel,
+    kind: str,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    shared: int,
+    dtype: torch.dtype,
+    head_size: int,
+    ranks: int,
+) -> None:
+    sequence, scale = make_sequence(lengths), head_size**-0.5
+    index = make_index(kind, sequence, heads // shared, shared)
+    q, k, v = (x.to(dtype) for x in global_qkv(sequence, heads, kv_heads, head_size))
+    inputs = [q.transpose(0, 1).contiguous().transpose(0, 1), k, v, make_gradient(q)]
+    o, lse = exact(q, k, v, index, scale)
+    rows, columns, calls = [lse, (inputs[3].double() * o).sum(-1)], column_kv(k, v, index, heads), kernel._op.calls
+    blocks = sequence.layout.blocks // ranks * ranks  # as many for each rank
+
+    def of(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.unflatten(1, (-1, BLOCK))[:, rank:blocks:ranks].flatten(1, 2)
+
+    for rank in range(ranks):
+        for source in range(ranks):
+            work = Work(BlockMap(ranks, rank), BlockMap(ranks, source), index, scale)
+            given = [of(x, r) for x, r in zip(inputs, (rank, source, source, rank), strict=True)]
+            there = columns if rank == source else None
+            there_wide = None if there is None else ColumnKV(there.k.double(), there.v.double())
+            wide = [x.double() for x in given], [of(x, rank) for x in rows]
+            expected = gradients(TorchKernel(), *wide, work, there_wide, overwrite=False)
+            for overwrite in (True, False):
+                got = gradients(kernel, given, [x.float() for x in wide[1]], work, there, overwrite=overwrite)
+                for x, same in zip(got, expected, strict=True):
+                    error, size = (x.double() - same).square().sum(), same.square().sum()
+                    assert error <= (2 * ERROR[dtype]) ** 2 * size + 1e-8
+    assert kernel._op.calls == calls + 2 * ranks**2, "Triton's kernel was called instead"

@@ -34,6 +34,8 @@ from ds_sparse_ring.integrations import flops, memory
 from ds_sparse_ring.integrations.deepspeed import full_state_dict
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
+from ds_sparse_ring.plan_compare import job_of
+from ds_sparse_ring.run_log import read_run
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.slots import checkpoint_context_fn
 from tests.common import DistributedTest, rank_device
@@ -330,7 +332,9 @@ class TestMetrics(DistributedTest):
     def check_file(self, folder: Path, recorder: Any) -> None:
         """What a run leaves for `ds-sparse-ring inspect`."""
         start, *lines, evaluation = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert (start["event"], start["step"], start["steps"], start["run"]["world"]) == ("start", 0, 4, 2)
+        assert (start["event"], start["step"], start["steps"]) == ("start", 0, 4)
+        job = job_of(read_run(folder / "metrics.jsonl"), "cpu")  # what `ds-sparse-ring plan --compare` simulates
+        assert (job.world, job.tokens, job.model.num_hidden_layers, job.zero_stage) == (2, 290, 2, 3)
         assert [line["loss"] for line in lines] == recorder.of("loss")
         assert all(len(line["per_layer"]) == 2 and line["per_hop"]["forward"]["compute_s"] for line in lines)
         assert (evaluation["event"], evaluation["step"], evaluation["density"]) == ("evaluation", 4, 1.0)

@@ -248,6 +248,7 @@ def test_more_columns_than_there_is_room_for_are_all_in_the_index(
 ) -> None:
     _, sequence, context = bound([230, 90], segment_tokens=128, selector=selector)
     q, k = _planted(sequence, 2, 1)
+    monkeypatch.setattr(fast, "_KEPT", 0)
     whole = select_index(q, k, context, scale=SCALE, method="triton")
     assert isinstance(whole, VerticalSlash)
     for values in (whole.diagonal_values, whole.column_values):

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "backward.cuh"
 #include "forward.cuh"
 
 namespace {
@@ -31,28 +32,35 @@ struct HopTables {
   Tables tables{};
   int q_blocks, k_blocks, heads_per_pattern;
   int64_t columns = 0;
+  const int32_t *k_segments = nullptr, *column_tile_row = nullptr, *column_tile_begin = nullptr;
+  int column_tiles = 0;
   std::vector<Tensor> held;
 
-  // bits: empty for the full index. columns: empty, or ptr, ids, end and bits.
+  // bits: empty for the full index. columns: empty, or ptr, ids, end, bits, and row and begin of tiles of 128 columns.
   HopTables(int base, bool own, int q_stride, int q_start, int q_blocks, int k_blocks, int patterns, int heads_per_pattern,
-            const Tensor& segments, const Tensor& q_segment, const std::optional<Tensor>& bits, const std::vector<Tensor>& of_columns)
-      : q_blocks(q_blocks), k_blocks(k_blocks), heads_per_pattern(heads_per_pattern), held{segments, q_segment} {
+            const Tensor& segments, const Tensor& q_segment, const Tensor& k_segments_, const std::optional<Tensor>& bits,
+            const std::vector<Tensor>& of_columns)
+      : q_blocks(q_blocks), k_blocks(k_blocks), heads_per_pattern(heads_per_pattern), held{segments, q_segment, k_segments_} {
     const int64_t rows = segments.size(0) * patterns;
     Tables& t = tables;
     t.full = !bits.has_value(), t.own = own, t.base = base, t.q_stride = q_stride, t.q_start = q_start, t.patterns = patterns;
     t.segments = table<int32_t>(segments, "segments", 3), t.q_segment = table<int32_t>(q_segment, "q_segment", q_blocks);
+    k_segments = table<int32_t>(k_segments_, "k_segments", 2 * int64_t{k_blocks});
     if (bits.has_value()) {
       TORCH_CHECK(bits->dim() == 2, "bits: two dimensions were expected");
       t.bits = table<int32_t>(*bits, "bits", rows * bits->size(1)), t.words = bits->size(1);
       held.push_back(*bits);
     }
     if (of_columns.empty()) return;
-    TORCH_CHECK(of_columns.size() == 4 && of_columns[3].dim() == 2, "columns: ptr, ids, end and bits were expected");
+    TORCH_CHECK(of_columns.size() == 6 && of_columns[3].dim() == 2, "columns: ptr, ids, end, bits and tiles were expected");
     columns = of_columns[1].numel(), t.column_words = of_columns[3].size(1);
     t.column_ptr = table<int64_t>(of_columns[0], "column_ptr", rows + 1);
     t.column_ids = table<int64_t>(of_columns[1], "column_ids", 0);
     t.column_end = table<int32_t>(of_columns[2], "column_end", int64_t{patterns} * q_blocks);
     t.column_bits = table<int32_t>(of_columns[3], "column_bits", rows * t.column_words);
+    column_tiles = static_cast<int>(of_columns[4].numel());
+    column_tile_row = table<int32_t>(of_columns[4], "column_tile_row", 0);
+    column_tile_begin = table<int32_t>(of_columns[5], "column_tile_begin", column_tiles);
     held.insert(held.end(), of_columns.begin(), of_columns.end());
   }
 };
@@ -135,11 +143,87 @@ void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_give
   TORCH_CHECK(error == cudaSuccess, "the CUDA forward kernel was refused: ", cudaGetErrorString(error));
 }
 
+// rows that are read and written two or four numbers at a time
+void check_sums(const Tensor& x, const char* name, c10::IntArrayRef sizes, at::Device device, int64_t unit) {
+  check(x, name, sizes, at::kFloat, device);
+  bool fits = x.stride(-1) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (4 * unit) == 0;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) fits = fits && (x.size(i) == 1 || (x.stride(i) > 0 && x.stride(i) % unit == 0));
+  TORCH_CHECK(fits, name, ": contiguous rows at multiples of ", unit, " numbers were expected, got strides ", x.strides());
+}
+
+void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_given, const Tensor& v_given, const Tensor& do_given,
+              const Tensor& lse, const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+              const std::optional<Tensor>& column_k_given, const std::optional<Tensor>& column_v_given,
+              const std::optional<Tensor>& d_column_k, const std::optional<Tensor>& d_column_v, double scale, bool overwrite,
+              int spare_multiprocessors) {
+  const at::Device device = q_given.device();
+  TORCH_CHECK(device.is_cuda() && q_given.dim() == 3 && k_given.dim() == 3, "backward: tensors [heads, rows, dims] on a GPU");
+  const int64_t heads = q_given.size(0), kv_heads = k_given.size(0), dims = q_given.size(2);
+  const int64_t q_rows = int64_t{index.q_blocks} * kBlock, k_rows = int64_t{index.k_blocks} * kBlock;
+  const at::ScalarType type = q_given.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, "backward: bfloat16 or float16 was expected, got ", type);
+  TORCH_CHECK((dims == 64 || dims == 128) && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_rows > 0 && k_rows > 0,
+              "backward: head size 64 or 128 and heads that share keys evenly were expected, got ", q_given.sizes(), " and ",
+              k_given.sizes());
+  TORCH_CHECK(index.tables.patterns * index.heads_per_pattern == heads, "backward: the index is for ",
+              index.tables.patterns * index.heads_per_pattern, " heads, q has ", heads);
+  check(q_given, "q", {heads, q_rows, dims}, type, device);
+  check(do_given, "do", {heads, q_rows, dims}, type, device);
+  check(k_given, "k", {kv_heads, k_rows, dims}, type, device);
+  check(v_given, "v", {kv_heads, k_rows, dims}, type, device);
+  check_sums(lse, "lse", {heads, q_rows}, device, 4);
+  check_sums(delta, "delta", {heads, q_rows}, device, 4);
+  check_sums(dq, "dq", {heads, q_rows, dims}, device, 4);
+  check_sums(dk, "dk", {kv_heads, k_rows, dims}, device, 2);
+  check_sums(dv, "dv", {kv_heads, k_rows, dims}, device, 2);
+
+  const c10::cuda::CUDAGuard guard(device);
+  const Tensor q = readable(q_given), k = readable(k_given), v = readable(v_given), d_o = readable(do_given);
+  Tensor column_k, column_v;
+  BackwardProblem p{};
+  p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr(), p.d_o = d_o.const_data_ptr();
+  p.q_head = head_stride(q), p.k_head = head_stride(k), p.v_head = head_stride(v), p.do_head = head_stride(d_o);
+  p.q_row = q.stride(1), p.k_row = k.stride(1), p.v_row = v.stride(1), p.do_row = d_o.stride(1);
+  p.lse = lse.const_data_ptr<float>(), p.delta = delta.const_data_ptr<float>();
+  p.lse_head = lse.stride(0), p.delta_head = delta.stride(0);
+  p.dq = dq.mutable_data_ptr<float>(), p.dk = dk.mutable_data_ptr<float>(), p.dv = dv.mutable_data_ptr<float>();
+  p.dq_head = head_stride(dq), p.dk_head = dk.stride(0), p.dv_head = dv.stride(0);
+  p.dq_row = dq.stride(1), p.dk_row = dk.stride(1), p.dv_row = dv.stride(1);
+  p.tables = index.tables, p.k_segments = index.k_segments;
+  if (column_k_given.has_value() && column_v_given.has_value() && d_column_k.has_value() && d_column_v.has_value() &&
+      index.columns > 0) {
+    check(*column_k_given, "column_k", {index.columns, dims}, type, device);
+    check(*column_v_given, "column_v", {index.columns, dims}, type, device);
+    check(*d_column_k, "d_column_k", {index.columns, dims}, at::kFloat, device);
+    check(*d_column_v, "d_column_v", {index.columns, dims}, at::kFloat, device);
+    TORCH_CHECK(d_column_k->is_contiguous() && d_column_v->is_contiguous(), "d_columns: contiguous tensors were expected");
+    column_k = readable(*column_k_given), column_v = readable(*column_v_given);
+    p.column_k = column_k.const_data_ptr(), p.column_v = column_v.const_data_ptr();
+    p.column_k_row = column_k.stride(0), p.column_v_row = column_v.stride(0);
+    p.d_column_k = d_column_k->mutable_data_ptr<float>(), p.d_column_v = d_column_v->mutable_data_ptr<float>();
+    p.columns = index.columns, p.column_tiles = index.column_tiles;
+    p.column_tile_row = index.column_tile_row, p.column_tile_begin = index.column_tile_begin;
+  }
+  p.element = type == at::kHalf ? kFloat16 : kBfloat16, p.head_size = dims;
+  p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = index.q_blocks, p.k_blocks = index.k_blocks;
+  p.heads_per_pattern = index.heads_per_pattern;
+  p.scale = static_cast<float>(scale), p.scale_log2 = static_cast<float>(scale * kLog2e);
+  p.overwrite_dq = overwrite;
+  const Tensor next_tile = at::empty({2}, dq.options().dtype(at::kInt));
+  p.next_tile = next_tile.mutable_data_ptr<int32_t>();
+  int multiprocessors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index());
+  if (error == cudaSuccess)
+    error = launch_backward(p, std::max(multiprocessors - spare_multiprocessors, 1), c10::cuda::getCurrentCUDAStream());
+  TORCH_CHECK(error == cudaSuccess, "the CUDA backward kernel was refused: ", cudaGetErrorString(error));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::class_<HopTables>(m, "HopTables")
-      .def(pybind11::init<int, bool, int, int, int, int, int, int, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                          const std::vector<Tensor>&>());
+      .def(pybind11::init<int, bool, int, int, int, int, int, int, const Tensor&, const Tensor&, const Tensor&,
+                          const std::optional<Tensor>&, const std::vector<Tensor>&>());
   m.def("forward", &forward, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("backward", &backward, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -1,0 +1,91 @@
+// Vertical-slash attention, gradients: maps for the copy engine, and which kernel does it.
+#include "backward.cuh"
+#include "readers.cuh"
+
+namespace ds_sparse_ring {
+namespace {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+struct Encoder {
+  cudaError_t error;
+  EncodeTiled encode;
+};
+
+Encoder find_encoder() {  // without linking the driver's library
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return {error, nullptr};
+  return {found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorSymbolNotFound, reinterpret_cast<EncodeTiled>(function)};
+}
+
+// [heads, rows, dims]; boxes of 64 rows of 128 bytes
+bool encode_map(EncodeTiled encode, CUtensorMap* map, CUtensorMapDataType type, int dims, const void* data, int64_t rows,
+                int64_t row_stride, int64_t heads, int64_t head_stride) {
+  const cuuint64_t size = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(dims), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(heads)};
+  const cuuint64_t strides[2] = {row_stride * size, head_stride * size};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size), 64, 1}, steps[3] = {1, 1, 1};
+  return encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+cudaError_t zero_queries(const BackwardProblem& p, cudaStream_t stream) {
+  const size_t row = p.head_size * sizeof(float), rows = size_t(p.q_blocks) * kBlock;
+  const bool dense = p.dq_row == p.head_size;
+  if (dense && (p.heads == 1 || p.dq_head == static_cast<int64_t>(rows) * p.head_size))
+    return cudaMemsetAsync(p.dq, 0, p.heads * rows * row, stream);
+  for (int head = 0; head < p.heads; ++head) {
+    float* dq = p.dq + head * p.dq_head;
+    const cudaError_t error = dense ? cudaMemsetAsync(dq, 0, rows * row, stream)
+                                    : cudaMemset2DAsync(dq, p.dq_row * sizeof(float), 0, row, rows, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+bool encode_maps(EncodeTiled encode, BackwardArguments& a) {
+  const BackwardProblem& p = a.problem;
+  const auto type = p.element == kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const int64_t q_rows = int64_t{p.q_blocks} * kBlock, k_rows = int64_t{p.k_blocks} * kBlock;
+  const int dims = p.head_size;
+  const bool encoded = encode_map(encode, &a.q, type, dims, p.q, q_rows, p.q_row, p.heads, p.q_head) &&
+                       encode_map(encode, &a.d_o, type, dims, p.d_o, q_rows, p.do_row, p.heads, p.do_head) &&
+                       encode_map(encode, &a.k, type, dims, p.k, k_rows, p.k_row, p.kv_heads, p.k_head) &&
+                       encode_map(encode, &a.v, type, dims, p.v, k_rows, p.v_row, p.kv_heads, p.v_head) &&
+                       encode_map(encode, &a.dq, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, dims, p.dq, q_rows, p.dq_row, p.heads, p.dq_head);
+  if (p.columns > 0)
+    return encoded &&
+           encode_map(encode, &a.column_k, type, dims, p.column_k, p.columns, p.column_k_row, 1, p.columns * p.column_k_row) &&
+           encode_map(encode, &a.column_v, type, dims, p.column_v, p.columns, p.column_v_row, 1, p.columns * p.column_v_row);
+  a.column_k = a.k, a.column_v = a.v;
+  a.problem.column_tiles = 0;
+  return encoded;
+}
+
+}  // namespace
+
+cudaError_t launch_backward(const BackwardProblem& p, int multiprocessors, cudaStream_t stream) {
+  if (p.heads % p.kv_heads) return cudaErrorInvalidValue;
+  static const Encoder encoder = find_encoder();
+  if (encoder.error != cudaSuccess) return encoder.error;
+  BackwardArguments a;
+  a.problem = p;
+  if (!encode_maps(encoder.encode, a)) return cudaErrorInvalidValue;
+  cudaError_t error = cudaMemsetAsync(p.next_tile, 0, 2 * sizeof(int32_t), stream);
+  if (error == cudaSuccess && p.overwrite_dq) error = zero_queries(p, stream);
+  if (error != cudaSuccess) return error;
+  const int tiles = key_tiles(a.problem), blocks = tiles < multiprocessors ? tiles : multiprocessors;
+  if (p.element == kBfloat16 && p.head_size == 128) return launch_backward<kBfloat16, 128>(a, blocks, stream);
+  if (p.element == kBfloat16 && p.head_size == 64) return launch_backward<kBfloat16, 64>(a, blocks, stream);
+  if (p.element == kFloat16 && p.head_size == 128) return launch_backward<kFloat16, 128>(a, blocks, stream);
+  if (p.element == kFloat16 && p.head_size == 64) return launch_backward<kFloat16, 64>(a, blocks, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace ds_sparse_ring
