@@ -17,6 +17,7 @@ from ds_sparse_ring.job import Job, Schedule, load_shape, schedules, states_of
 from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, longest_sequence, memory_of
 from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
+from ds_sparse_ring.units import GIB
 
 
 def print_plan(job: Job, title: str, timeline: Path | None) -> None:
@@ -39,7 +40,7 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     for name in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for e in sorted(found, key=lambda e: e.step_ms):
-        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / 2**30:.0f}" for name in memory[1:]])
+        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / GIB:.0f}" for name in memory[1:]])
     console = _console()
     console.print(table)
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
@@ -75,7 +76,7 @@ def print_longest(job: Job, title: str) -> None:
     console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {_settings(schedule)}")
     console.print(f"bound by: {'; '.join(reasons)} (at {tokens + MAX_SEQUENCE_UNIT} tokens)")
     console.print(f"device memory: {_parts(memory)}")
-    console.print(f"host memory {memory.host / 2**30:.1f} GiB, disk {memory.disk / 2**30:.1f} GiB a rank")
+    console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
     if memory.recomputed:
         console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
     console.print("predicted, not measured")
@@ -109,7 +110,7 @@ def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
 def _parts(memory: Memory) -> str:
     """GiB, the largest first."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join([f"{memory.device / 2**30:.1f} GiB", *(f"{name} {nbytes / 2**30:.1f}" for name, nbytes in parts)])
+    return ", ".join([f"{memory.device / GIB:.1f} GiB", *(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)])
 
 
 def _settings(schedule: Schedule) -> str:
@@ -132,7 +133,7 @@ def _row(e: Estimate, job: Job) -> list[str]:
         f"{100 * e.exposed:.1f} %",
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",
-        f"{e.memory.device / 2**30:.0f}",
+        f"{e.memory.device / GIB:.0f}",
     ]
 
 

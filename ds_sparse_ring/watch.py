@@ -1,8 +1,9 @@
 """Names the transfer that is late where waiting does not stop the host: with NCCL, whose watchdog ends the process in the end.
 
-NCCL's own message has numbers of operations, but not layer, pass, hop and what to look at. So each transfer is put into a queue
+NCCL's own message has numbers of operations, but not what they were for and what to look at. So each transfer is put into a queue
 with a description; a thread that sleeps most of the time drops those that are over and prints the oldest one that is nearly
-out of time. Posting a transfer costs an append, and nothing ever waits for the device.
+out of time. Posting a transfer costs an append, an operation that the stream waits for at once a record of an event besides;
+nothing ever waits for the device.
 """
 
 from __future__ import annotations
@@ -15,8 +16,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _LATE = 0.9
 """Share of the time-out after which a transfer is reported: before NCCL ends the process."""
+
+
+class StreamPlace:
+    """What the current stream has to do by now, watched as a transfer is: over when the device has done it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Whether the device has come to this place."""
+        with torch.cuda.device(self._event.device):  # another thread asks, whose device is the first one
+            return self._event.query()
 
 
 class TransferWatch:
@@ -43,7 +59,7 @@ class TransferWatch:
                 return None
             else:
                 self._under_way.clear()
-                return describe(f"are under way since {age_s:.0f} s; NCCL ends the process after {self._timeout_s:g} s")
+                return describe(f"did not end in {age_s:.0f} s; NCCL ends the process after {self._timeout_s:g} s")
         return None
 
 
