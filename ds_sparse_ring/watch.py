@@ -31,8 +31,7 @@ class StreamPlace:
 
     def is_completed(self) -> bool:
         """Whether the device has come to this place."""
-        with torch.cuda.device(self._event.device):  # another thread asks, whose device is the first one
-            return self._event.query()
+        return self._event.query()
 
 
 class TransferWatch:
@@ -42,7 +41,8 @@ class TransferWatch:
         self._timeout_s = timeout_s
         self._under_way: deque[tuple[float, Any, Callable[[str], str]]] = deque()
         look_s = min(1.0, timeout_s / 20)
-        threading.Thread(target=_look, args=(weakref.ref(self), look_s), name="sparse-ring-watch", daemon=True).start()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=_look, args=(weakref.ref(self), look_s, device), name="sparse-ring-watch", daemon=True).start()
 
     def add(self, work: Any, describe: Callable[[str], str]) -> None:
         """Watch a transfer; ``describe`` makes a message of what happened to it."""
@@ -70,7 +70,9 @@ def _is_over(work: Any) -> bool:
         return True
 
 
-def _look(reference: weakref.ref[TransferWatch], look_s: float) -> None:
+def _look(reference: weakref.ref[TransferWatch], look_s: float, device: int | None) -> None:
+    if device is not None:  # or this thread's questions would make a context on the first GPU
+        torch.cuda.set_device(device)
     while True:
         time.sleep(look_s)
         watch = reference()
