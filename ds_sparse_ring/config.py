@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, section_of
+from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, refuse_strays, section_of
 from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
@@ -456,6 +456,7 @@ class SparseRingConfig(_Strict):
         config = source if isinstance(source, Mapping) else load_ds_json(source)
         where = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
         section = section_of(config, cls.SECTION, where)
+        refuse_strays(config, cls.model_fields, cls.SECTION, where)
         refuse_auto(section, cls.SECTION)
         return cls(**section)
 
