@@ -124,7 +124,8 @@ def config(
     console = Console()
     console.print(_section_table(section, str(file)))
     if world is not None and degree is not None:
-        console.print(f"{world} ranks = {world // degree} sequences at once x {degree} ranks that share each")
+        rings = world // degree
+        console.print(f"{world} ranks = {rings} sequence{'s' if rings > 1 else ''} at once x {degree} ranks that share each")
 
 
 @app.command()
@@ -198,7 +199,7 @@ def _rows(section: BaseModel, prefix: str) -> list[tuple[str, str, str]]:
             rows += _rows(value, f"{prefix}{name}.")
             continue
         default = "" if name in section.model_fields_set else " (default)"
-        meaning = " ".join((field.description or type(section).__doc__ or "").split())
+        meaning = " ".join((field.description or type(section).__doc__ or "").replace("``", "").split())
         rows.append((prefix + name, (value if isinstance(value, str) else json.dumps(value)) + default, meaning))
     return rows
 
