@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ds_sparse_ring.config_base import BLOCK_TOKENS, Strict, check_multiple
-from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, section_of
+from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, refuse_strays, section_of
 from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.config_selectors import (
     BigBirdSelector,
@@ -293,6 +293,7 @@ class SparseRingConfig(Strict):
         config = source if isinstance(source, Mapping) else load_ds_json(source)
         where = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
         section = section_of(config, cls.SECTION, where)
+        refuse_strays(config, cls.model_fields, cls.SECTION, where)
         refuse_auto(section, cls.SECTION)
         return cls(**section)
 

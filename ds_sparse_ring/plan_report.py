@@ -101,10 +101,20 @@ def read_job(
 def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
     console.print(f"no schedule fits the memory; {'; '.join(nearest.memory.misfits(job.hardware))}")
     console.print(f"device memory: {_parts(nearest.memory)}")
-    console.print(
-        "ways out: more ranks to a sequence (degree), a higher ZeRO stage, layer_chunk_tokens, or another "
-        f"{SparseRingConfig.SECTION}.offload"
-    )
+    console.print(f"ways out: {', '.join(_ways_out(job))}. --config FILE plans with the settings of a file")
+
+
+def _ways_out(job: Job) -> list[str]:
+    """What the job does not do yet, the cheapest first."""
+    config, every = job.config, job.config.check_degree(job.world) == job.world
+    ways = [
+        ("Liger (--liger)", not job.liger),
+        ("layer_chunk_tokens", config.layer_chunk_tokens is None),
+        ("offload" if config.offload is None else "more room in offload", True),
+        ("a higher ZeRO stage", job.zero_stage < 3),
+        ("more GPUs (--world)" if every else "more ranks to a sequence (degree)", True),
+    ]
+    return [way for way, is_left in ways if is_left]
 
 
 def _parts(memory: Memory) -> str:

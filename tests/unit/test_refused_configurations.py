@@ -68,6 +68,13 @@ CONFIGURATIONS = [
         "a key one level too high",
         lambda _: section(price=1e-4), "sparse_ring.price", "is unknown", 'belongs into "selector"',
     ),
+    Wrong(
+        "a key beside the section",
+        file('{"sparse_ring": {}, "layer_chunk_tokens": 64}'), "file.json", '"layer_chunk_tokens"', "move it into the section",
+    ),
+    Wrong("a selector's name alone", lambda _: section(selector="price"), "selector", "an object", 'write {"kind": "price"}'),
+    Wrong("a number for an object", lambda _: section(offload=80), "sparse_ring.offload", "= 80", "an object in braces"),
+    Wrong("a word for a list", lambda _: section(dense_layers="0-3"), "dense_layers", '"0-3"', "a list in brackets"),
     Wrong("a number in quotes", lambda _: section(degree="2"), "sparse_ring.degree", '"2"', "should be a valid integer"),
     Wrong("auto", lambda _: section(degree="auto"), "sparse_ring.degree", '"auto"', "leave the key out"),
     Wrong("an unknown selector", lambda _: section(selector={"kind": "best"}), "selector.kind", '"best"', 'use one of "price"'),

@@ -43,6 +43,12 @@ def text(content: str | bytes, name: str) -> Callable[[Path], Any]:
     return lambda path: load_documents([written(path, content, name)])
 
 
+def one_of_many(path: Path) -> Any:
+    for i in range(9):
+        written(path, b"\x92" if i == 7 else "text", f"{i}.txt")
+    return load_documents([path])
+
+
 def pack(path: Path, *, evaluation_sequences: int = 0) -> Any:
     options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": evaluation_sequences, "seed": 0}
     return packed_dataset([path], with_an_end(), **options)
@@ -164,7 +170,8 @@ INPUTS = [
         attend(torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 64, 8).half()), "attention", "float16", "need one dtype",
     ),
     Wrong("a pattern without a file", lambda path: load_documents([path / "*.txt"]), "text", "matches no file", "give a file"),
-    Wrong("text in another encoding", text(b"\xff\xfe\x00", "a.txt"), "a.txt", "cannot be read as text", "must be UTF-8"),
+    Wrong("text in another encoding", text(b"\xff\xfe\x00", "a.txt"), "a.txt", "no text in UTF-8", "convert it"),
+    Wrong("one file of many in another encoding", one_of_many, "7.txt is", "no text in UTF-8", "leave it out"),
     Wrong(
         "JSON lines of no JSON",
         text('{"text": "a"}\n{"text": \n', "a.jsonl"), "a.jsonl", "cannot be read as json", "one object a line",
