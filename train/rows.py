@@ -170,7 +170,8 @@ def summarize(lengths: np.ndarray, data: PackedData, tokenizer: PreTrainedTokeni
 
 def save_prepared(folder: str | Path, data: PackedData, summary: Summary, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write rows, tokenizer and summary, for `load_prepared` and for ``datasets.load_from_disk``."""
-    DatasetDict({"train": data.train, "evaluation": data.evaluation}).save_to_disk(folder)
+    shards = {"train": None, "evaluation": None if len(data.evaluation) else 1}  # without a file it could not be loaded
+    DatasetDict({"train": data.train, "evaluation": data.evaluation}).save_to_disk(folder, num_shards=shards)
     tokenizer.save_pretrained(Path(folder) / "tokenizer")
     (Path(folder) / _SUMMARY).write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
 

@@ -265,6 +265,9 @@ def test_prepared_data_is_what_the_text_gives(tmp_path: Path, tokenizer) -> None
     assert prepared.sequence_tokens == 128
     assert list(prepared.train) == list(expected.train) and list(prepared.evaluation) == list(expected.evaluation)
     assert CliRunner().invoke(app, command.split()).exit_code == 1, "what is there is not overwritten"
+    all_of_it = command.replace(str(tmp_path / "out"), str(tmp_path / "all")).replace("--evaluation-sequences 2", "")
+    assert CliRunner().invoke(app, all_of_it.split()).exit_code == 0
+    assert len(load_prepared(tmp_path / "all", tokenizer).evaluation) == 0
     with pytest.raises(SparseRingError, match="vocabulary of"):
         load_prepared(tmp_path / "out", train_tokenizer([TEXT], tmp_path / "other", vocab_size=270))
     with pytest.raises(SparseRingError, match="prepare_data.py"):
