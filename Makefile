@@ -2,6 +2,7 @@
 # make test    lint, type check and tests; what CI runs
 # make lint    only the first two
 # make test-gpu       the tests that need a CUDA device
+# make test-gpus      the tests on several ranks through NCCL, on as many GPUs as there are
 # make test-gpu-sanitize  one small call of every GPU kernel under memcheck and racecheck of compute-sanitizer
 # make bench-cpu      the CPU kernels beside PyTorch's dense attention
 # make test-sanitize  the kernel tests under the address and undefined-behaviour sanitizers
@@ -26,7 +27,7 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-gpu test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu docs lint format clean
+.PHONY: demo test test-gpu test-gpus test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu docs lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
@@ -36,6 +37,11 @@ test: lint unlock
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -n 8 tests/gpu tests/unit/test_select_triton.py
+
+# Each rank has a GPU of its own; tests for which there are too few are skipped, and -rs says so.
+test-gpus: $(INSTALLED)
+	@$(BIN)/python -m pytest -n 4 -rs --nccl tests/gpu/test_every_plan.py tests/unit/test_ring.py tests/unit/test_parity_gradients.py \
+		tests/unit/test_distributed_attention.py tests/unit/test_columns.py tests/unit/test_bench_scaling.py
 
 test-gpu-sanitize: $(INSTALLED)
 	@for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

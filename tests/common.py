@@ -40,6 +40,9 @@ class DistributedTest:
     fresh: bool = False
     """Whether each test gets processes of its own, for tests that leave process-global state behind."""
 
+    gpus_only: bool = False
+    """Whether each rank needs a GPU of its own: without as many as ranks the test is skipped, which says how many it needs."""
+
     init_distributed: bool = True
     """Whether the process group exists when the test starts; without it the processes are always fresh."""
 

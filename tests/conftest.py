@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run DistributedTest classes under DeepSpeed's own harness; the tests/ folder of its repository",
     )
 
+    parser.addoption("--nccl", action="store_true", help="only tests on several ranks, each on a GPU of its own (make test-gpus)")
     parser.addoption("--sanitize", action="store_true", help="run compiled kernels under sanitizers (make test-sanitize)")
 
 
@@ -70,9 +71,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(_WORLD, sizes, ids=[f"world{size}" for size in sizes])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Tests of one world size in a row: their ranks are started once, and only those of one size are alive at a time.
     items.sort(key=_world_size)
+    nccl, gpus = config.getoption("--nccl"), torch.cuda.device_count()
+    if nccl:
+        config.hook.pytest_deselected(items=[item for item in items if _world_size(item) < 2])
+        items[:] = [item for item in items if _world_size(item) >= 2]
+    for item in items:
+        if (nccl or getattr(getattr(item, "cls", None), "gpus_only", False)) and _world_size(item) > gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {_world_size(item)} GPUs, here are {gpus}"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
