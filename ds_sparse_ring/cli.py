@@ -59,6 +59,7 @@ for _name, _summary in {
     "kernel": "Sparse attention of one layer on a GPU beside dense attention and other libraries.",
     "index": "What it takes to choose an index.",
     "layer": "A decoder layer by the tokens that pass through it at once: time and memory.",
+    "scaling": "Training steps on several numbers of GPUs, by layout and index, beside the predictions of plan.",
 }.items():
     if importlib.util.find_spec(f"ds_sparse_ring.bench.{_name}") is not None:
         _add_benchmark(_name, _summary)

@@ -62,21 +62,38 @@ def job_of(run: RunLog, hardware: str) -> Job:
 
 def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
     """Label, measured, simulated; of one optimizer step, seconds unless the label says otherwise."""
+    measured, simulated = measured_figures(run), simulated_figures(e, run.job.accumulation)
+    return [(label, measured[label], figure) for label, figure in simulated.items()]
+
+
+def measured_figures(run: RunLog) -> dict[str, float | None]:
+    """Medians of a run's logged steps; None where the log has no such figure."""
     step_s, attention_s, index_s = (run.median(key) for key in ("step_s", "attention_s", "index_s"))
     rest_s = None if step_s is None or attention_s is None or index_s is None else step_s - attention_s - index_s
-    of_step = run.job.accumulation / 1e3
+    return {
+        "step s": step_s,
+        "attention s": attention_s,
+        "index s": index_s,
+        "rest s": rest_s,
+        "exposed s": run.median("exposed_s"),
+        "worker imbalance": run.median("time_imbalance"),
+        "hop imbalance": run.median("hop_imbalance"),
+        "peak memory GiB": run.median("peak_memory_gib"),
+    }
+
+
+def simulated_figures(e: Estimate, accumulation: int = 1) -> dict[str, float]:
+    """The same of an estimate; ``accumulation``: micro-batches of a step."""
+    of_step = accumulation / 1e3
     of_layers = e.layers * of_step
-    return [
-        ("step s", step_s, of_step * e.step_ms),
-        ("attention s", attention_s, of_step * e.attention_ms - of_layers * e.index_ms),
-        ("index s", index_s, of_layers * e.index_ms),
-        ("rest s", rest_s, of_step * e.rest_ms),
-        (
-            "exposed s",
-            run.median("exposed_s"),
-            of_layers * (e.forward.exposed + e.backward.exposed + e.exchange_ms + e.columns_ms),
-        ),
-        ("worker imbalance", run.median("time_imbalance"), e.backward.imbalance),
-        ("hop imbalance", run.median("hop_imbalance"), (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2),
-        ("peak memory GiB", run.median("peak_memory_gib"), e.memory.device / GIB),
-    ]
+    waiting = e.exchange_ms + e.columns_ms
+    return {
+        "step s": of_step * e.step_ms,
+        "attention s": of_step * e.attention_ms - of_layers * e.index_ms,
+        "index s": of_layers * e.index_ms,
+        "rest s": of_step * e.rest_ms,
+        "exposed s": of_layers * (e.forward.exposed + e.backward.exposed + waiting),
+        "worker imbalance": e.backward.imbalance,
+        "hop imbalance": (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2,
+        "peak memory GiB": e.memory.device / GIB,
+    }

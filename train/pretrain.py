@@ -78,6 +78,7 @@ class PretrainArguments:
     evaluation_sequences: int = field(default=0, metadata={"help": "Rows held out for evaluation."})
     evaluation_steps: int = field(default=0, metadata={"help": "Steps between evaluations; 0: at the end only."})
     save_steps: int = field(default=0, metadata={"help": "Steps between checkpoints; 0: at the end only."})
+    save_last: bool = field(default=True, metadata={"help": "Save checkpoint and model at the end; measurements need neither."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in the output folder."})
     seed: int = field(default=0, metadata={"help": "Of weights and of the order of rows."})
     local_rank: int = field(default=-1, metadata={"help": "Given by the launcher: the device of this process."})
@@ -223,7 +224,7 @@ class Pretraining:
     # ---- the loop
 
     def run(self) -> None:
-        """Train to the last step, evaluate, save."""
+        """Train to the last step, evaluate, save (but see ``save_last``)."""
         args, ring = self.args, self.ring
         begin = self.resume() if args.resume else 0
         self.log.write({"event": "start", "step": begin, "steps": args.steps, "job": self.job().model_dump()})
@@ -244,7 +245,8 @@ class Pretraining:
                 sums.zero_()
             with rate.paused():
                 self.between_steps(step + 1)
-        self.save_model()
+        if args.save_last:
+            self.save_model()
 
     def check_first_batch(self, sequence: Any) -> None:
         """Refuse other ranks' rows, and what cannot fit."""
@@ -275,7 +277,7 @@ class Pretraining:
         args, last = self.args, step == self.args.steps
         if len(self.evaluation_rows) and (last or _due(step, args.evaluation_steps)):
             self.evaluate(step)
-        if last or _due(step, args.save_steps):
+        if (last and args.save_last) or _due(step, args.save_steps):
             self.save(step)
 
     @torch.no_grad()
