@@ -14,7 +14,6 @@ Shapes: H query heads, K key/value heads, n local tokens, D head size, C columns
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.columns import ColumnGather, ColumnReturn
-from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, Exchange
+from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, Exchange
 from ds_sparse_ring.config import FullSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
@@ -69,7 +68,8 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
 
     Args:
         q: ``[1, H, n, D]`` after RoPE; k, v: ``[1, K, n, D]`` with their own number of heads; H must be a multiple of K.
-        layer: number under which density and recall are reported.
+        context: of the sequence, the same for all layers.
+        layer: counted from 0; what the schedule has for it chooses, and density and recall are reported under it.
         scale: multiplies q.k before the softmax.
 
     Returns:
@@ -82,6 +82,7 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
     if torch.is_autocast_enabled(device):  # as for SDPA: what arrives in mixed precisions is attended to in autocast's
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     context.check(q, k, v)
+    context = context.at_layer(layer)
     slot = current_slot()
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     with torch.autocast(device, enabled=False):  # the kernels choose their precision themselves
@@ -291,13 +292,7 @@ def ring_forward(
     acc, plan = accumulator_dtype(q.dtype), context.plan
     o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
-    arriving, ahead = deque[Exchange](), deque[Exchange]()
-    for hop in ring.hops(plan):
-        if hop.load is not None:
-            kv = keys.load(hop.load)
-        if hop.kv_ahead is not None:
-            ahead.append(ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD))
-        arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
+    for hop in ring.hops(plan, keys):
         columns.start()
         column_kv = columns.wait() if any(pair.last for pair in hop.work) else None
         with ring.computing():
@@ -305,16 +300,14 @@ def ring_forward(
                 rows, page_rows = pair.q.tokens, pair.k.tokens
                 context.kernel.forward(
                     q[:, rows],
-                    kv[0][:, page_rows],
-                    kv[1][:, page_rows],
+                    ring.kv[0][:, page_rows],
+                    ring.kv[1][:, page_rows],
                     Work(pair.q.map, pair.k.map, index, scale),
                     o[:, rows],
                     lse[:, rows],
                     column_kv if pair.last else None,
                     overwrite=pair.first,
                 )
-        if not hop.ends_page:
-            kv = ring.wait((arriving or ahead).popleft())
     return o.to(q.dtype), lse
 
 
@@ -349,22 +342,16 @@ def ring_backward(
     delta = context.kernel.delta(do, o)
     dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
     d_columns = ColumnReturn(columns, acc, keys.heads, index, context)
-    arriving, ahead = deque[Exchange](), deque[Exchange]()
     homeward, returns = _Homeward(ring), _Returns(ring, plan, d_columns, dkv_dtype)
-    for hop in ring.hops(plan):
-        if hop.load is not None:
-            kv = keys.load(hop.load)
-        if hop.kv_ahead is not None:
-            ahead.append(ring.exchange(kv, hop.kv_ahead, TAG_KV_AHEAD))
-        arriving.extend(ring.exchange_all(kv, hop.kv, TAG_KV))
-        dkv = torch.zeros(kv.shape, dtype=acc, device=kv.device)
+    for hop in ring.hops(plan, keys):
+        dkv = torch.zeros(ring.kv.shape, dtype=acc, device=ring.kv.device)
         with ring.computing():
             for pair in hop.work:
                 rows, page_rows = pair.q.tokens, pair.k.tokens
                 context.kernel.backward(
                     q[:, rows],
-                    kv[0][:, page_rows],
-                    kv[1][:, page_rows],
+                    ring.kv[0][:, page_rows],
+                    ring.kv[1][:, page_rows],
                     do[:, rows],
                     lse[:, rows],
                     delta[:, rows],
@@ -383,8 +370,6 @@ def ring_backward(
         if hop.ends_page:
             returns.expect(homeward)
             homeward = _Homeward(ring)
-        else:
-            kv = ring.wait((arriving or ahead).popleft())
     dkv = returns.all()
     return dq, dkv[0], dkv[1]
 

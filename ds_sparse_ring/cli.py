@@ -31,6 +31,11 @@ bench = typer.Typer(name="bench", help="Benchmarks: Markdown tables on the termi
 app.add_typer(bench)
 
 
+# Written out: importing the tables takes the time of importing torch.
+_MODELS = "qwen2.5-3b, qwen2.5-7b, llama-3.1-8b, qwen3-8b, qwen2.5-32b, llama-3.1-70b, or a folder with config.json."
+_PROFILES = "h200, h100, a100-80gb, a100-40gb, cpu, or a JSON file with such a profile."
+
+
 def _add_benchmark(name: str, summary: str) -> None:
     """``bench NAME``, which hands its arguments to ``main`` of ds_sparse_ring.bench.NAME; that is imported only then."""
 
@@ -124,7 +129,8 @@ def config(
     console = Console()
     console.print(_section_table(section, str(file)))
     if world is not None and degree is not None:
-        console.print(f"{world} ranks = {world // degree} sequences at once x {degree} ranks that share each")
+        rings = world // degree
+        console.print(f"{world} ranks = {rings} sequence{'s' if rings > 1 else ''} at once x {degree} ranks that share each")
 
 
 @app.command()
@@ -146,10 +152,10 @@ def inspect(
 def plan(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help='A DeepSpeed JSON file with a section "sparse_ring".')] = None,
-    model: Annotated[str, typer.Option(help="A named shape, or a folder with config.json.")] = "qwen2.5-3b",
+    model: Annotated[str, typer.Option(help=_MODELS)] = "qwen2.5-3b",
     seq: Annotated[str, typer.Option(help="Tokens of a sequence; K and M are 1024 and 1024 * 1024.")] = "128K",
     world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 8,
-    hardware: Annotated[str, typer.Option(help="A profile by name, or a JSON file of one.")] = "h200",
+    hardware: Annotated[str, typer.Option(help=_PROFILES)] = "h200",
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
     liger: Annotated[bool, typer.Option("--liger", help="Norms, rotary embedding and gates by Liger's kernels.")] = False,
@@ -198,7 +204,7 @@ def _rows(section: BaseModel, prefix: str) -> list[tuple[str, str, str]]:
             rows += _rows(value, f"{prefix}{name}.")
             continue
         default = "" if name in section.model_fields_set else " (default)"
-        meaning = " ".join((field.description or type(section).__doc__ or "").split())
+        meaning = " ".join((field.description or type(section).__doc__ or "").replace("``", "").split())
         rows.append((prefix + name, (value if isinstance(value, str) else json.dumps(value)) + default, meaning))
     return rows
 

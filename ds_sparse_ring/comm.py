@@ -6,8 +6,7 @@ ranks of a group call the same verbs in the same order; transfers of keys and of
 between nodes run in groups of their own, so that they do not queue behind those within.
 
 Nothing waits for ever: with gloo what is late raises here, with an error that names the place; with NCCL, where waiting does not
-stop the host, a watch prints the same of the ring's transfers before NCCL's own watchdog ends the process. Both after the groups'
-time-out.
+stop the host, a watch prints the same before NCCL's own watchdog ends the process. Both after the groups' time-out.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import InnerKind, Transfer
-from ds_sparse_ring.watch import TransferWatch
+from ds_sparse_ring.watch import StreamPlace, TransferWatch
 
 TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
 _CARGO = {TAG_KV: "keys and values", TAG_DKV: "their gradients"}
@@ -52,7 +51,8 @@ class Axes:
         sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
         inner_size: ranks of an inner ring, None for a flat ring; only otherwise there are an inner and an outer group.
         inner_kind: whether keys and values turn in an inner ring or are gathered at once.
-        timeout_s: how long an operation of these groups may take. watch: of the ring's transfers, with NCCL.
+        timeout_s: how long an operation of these groups may take. watch: of what these groups
+            do, with NCCL.
     """
 
     world_size: int
@@ -140,7 +140,7 @@ class Axes:
             inner_group=own_group(nodes, urgent=True) if hierarchical else None,
             outer_group=own_group(across, urgent=True) if hierarchical else None,
             timeout_s=config.timeout_s,
-            watch=TransferWatch(config.timeout_s) if size > ulysses and dist.get_backend() == "nccl" else None,
+            watch=TransferWatch(config.timeout_s) if size > 1 and dist.get_backend() == "nccl" else None,
         )
 
     def world_totals(self, values: list[float]) -> list[float]:
@@ -172,7 +172,7 @@ class Axes:
     def ring_sum(self, x: Tensor) -> Tensor:
         """Sum over the ring, in place; every rank gets the same bits."""
         if self.ring_size > 1:
-            with self._naming("a sum over the ring", self.ring_group):
+            with self._waiting("a sum over the ring", self.ring_group):
                 dist.all_reduce(x, group=self.ring_group)
         return x
 
@@ -181,6 +181,7 @@ class Axes:
         what, out = "gathering columns from the ring", x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
         with self._naming(what, self.column_group):
             work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
+        self._watch_work(work, what, self.column_group)
         return Arrival(out, work, x, self._naming(what, self.column_group))
 
     def column_shares(self, x: Tensor) -> Arrival:
@@ -196,12 +197,13 @@ class Axes:
             else:
                 out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
+        self._watch_work(work, what, self.column_group)
         return Arrival(out, work, x, self._naming(what, self.column_group))
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
         if self.ring_size > 1:
-            with self._naming("a maximum over the ring", self.ring_group):
+            with self._waiting("a maximum over the ring", self.ring_group):
                 dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.ring_group)
         return x
 
@@ -210,7 +212,7 @@ class Axes:
         if self.ring_size == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.ring_size)]
-        with self._naming("gathering from the ring", self.ring_group):
+        with self._waiting("gathering from the ring", self.ring_group):
             dist.all_gather(parts, x.contiguous(), group=self.ring_group)
         return parts
 
@@ -219,7 +221,7 @@ class Axes:
         if self.sequence_size == 1:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.sequence_size)]
-        with self._naming("gathering from the ranks of a sequence", self.sequence_group):
+        with self._waiting("gathering from the ranks of a sequence", self.sequence_group):
             dist.all_gather(parts, x.contiguous(), group=self.sequence_group)
         return parts
 
@@ -228,7 +230,7 @@ class Axes:
         if self.ulysses_size == 1:
             return [count]
         parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.ulysses_size)]
-        with self._naming("counting the heads of a Ulysses group", self.ulysses_group):
+        with self._waiting("counting the heads of a Ulysses group", self.ulysses_group):
             dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
         return torch.cat(parts).tolist()
 
@@ -237,9 +239,15 @@ class Axes:
         if self.ulysses_size == 1:
             return x
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        if dist.get_backend(self.ulysses_group) == "nccl":
-            dist.all_to_all_single(out, x, group=self.ulysses_group)
-            return out
+        with self._waiting("exchanging heads within a Ulysses group", self.ulysses_group):
+            if dist.get_backend(self.ulysses_group) == "nccl":
+                dist.all_to_all_single(out, x, group=self.ulysses_group)
+            else:
+                self._send_to_all(x, out)
+        return out
+
+    def _send_to_all(self, x: Tensor, out: Tensor) -> None:
+        """`all_to_all` of gloo, which has none of its own."""
         out[self.ulysses_rank] = x[self.ulysses_rank]
         first = self.rank - self.ulysses_rank
         peers = [i for i in range(self.ulysses_size) if i != self.ulysses_rank]
@@ -248,10 +256,8 @@ class Axes:
             for i in peers
             for operation, buffer in ((dist.isend, x), (dist.irecv, out))
         ]
-        with self._naming("exchanging heads within a Ulysses group", self.ulysses_group):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        return out
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
@@ -306,10 +312,23 @@ class Axes:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
-            raise SparseRingError(
-                f"rank {self.rank}: {what} did not get through ({error}). {_what_to_look_at(others)}"
-            ) from error
+            raise SparseRingError(self._broken_operation(what, group, f"did not get through ({error})")) from error
+
+    @contextmanager
+    def _waiting(self, what: str, group: Any) -> Iterator[None]:
+        """`_naming` of an operation that is waited for at once: by the host, or with NCCL by the current stream."""
+        with self._naming(what, group):
+            yield
+        if self.watch is not None:
+            self._watch_work(StreamPlace(), what, group)
+
+    def _watch_work(self, work: Any, what: str, group: Any) -> None:
+        if self.watch is not None:
+            self.watch.add(work, partial(self._broken_operation, what, group))
+
+    def _broken_operation(self, what: str, group: Any, what_happened: str) -> str:
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
+        return f"rank {self.rank}: {what} {what_happened}. {_what_to_look_at(others)}"
 
 
 class Exchange:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -32,6 +32,18 @@ _NO_KEYS = {
 }
 
 
+# Keys of the section that DeepSpeed has, too, outside of it and with another meaning.
+_DEEPSPEED_KEYS = {"checkpoint"}
+
+# What pydantic calls these types, and what they are in JSON.
+_JSON_TYPES = {
+    "model_type": "should be an object in braces",
+    "model_attributes_type": "should be an object in braces",
+    "tuple_type": "should be a list in brackets",
+    "list_type": "should be a list in brackets",
+}
+
+
 def section_of(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     """The section ``name`` of a DeepSpeed configuration; ``where`` says in messages where the configuration is from.
 
@@ -51,6 +63,19 @@ def section_of(config: Mapping[str, Any], name: str, where: str) -> Mapping[str,
             f'the section "{name}" of {where} is {_shown(section)}, not an object: "{name}": {{}} means the defaults'
         )
     return section
+
+
+def refuse_strays(config: Mapping[str, Any], keys: Iterable[str], name: str, where: str) -> None:
+    """Refuse keys of the section that stand beside it: neither DeepSpeed nor this package would read them there.
+
+    Raises:
+        SparseRingError: naming the first such key.
+    """
+    for key in keys:
+        if key in config and key not in _DEEPSPEED_KEYS:
+            raise SparseRingError(
+                f'"{key}" in {where} stands beside the section "{name}", where nothing reads it: move it into the section'
+            )
 
 
 def refuse_auto(section: Mapping[str, Any], path: str) -> None:
@@ -105,7 +130,10 @@ def _describe(problem: Any, model: type[BaseModel], section: str) -> str:
         return f"{path}.{context['error']}"
     field = owner.model_fields.get(keys[-1]) if keys else None
     meaning = f" ({_sentence(field.description)})" if field is not None and field.description else ""
-    return f"{path} = {_shown(problem['input'])}: {message.replace('Input should', 'should', 1)}{meaning}"
+    wanted = _JSON_TYPES.get(kind, message.replace("Input should", "should", 1))
+    if field is not None and problem["input"] in [name for name, _ in _kinds(owner, keys[-1])]:
+        wanted += f': write {{"kind": {_shown(problem["input"])}}}'
+    return f"{path} = {_shown(problem['input'])}: {wanted}{meaning}"
 
 
 def _locate(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:

@@ -30,7 +30,7 @@ class SequenceContext:
         spill: where the checkpointed layers of this pass keep what they need again; None: on the device.
         heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
             rank's share of the heads, for all tokens of the group in the order of its ranks.
-        layer: the layer that attends; random patterns differ between layers.
+        layer: the layer that attends, of `at_layer`; random patterns differ between layers.
         step: what the schedule says about this step; None: every layer chooses by the selector.
     """
 
@@ -47,7 +47,7 @@ class SequenceContext:
     step: Step | None = None
 
     def at_layer(self, layer: int) -> SequenceContext:
-        """The same sequence for one of the model's layers."""
+        """The same sequence for one of the model's layers, with the selector that its step has for it."""
         return replace(self, layer=layer, selector=self.selector if self.step is None else self.step.selector_of(layer))
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.units import GIB
 
 PAGE_BYTES = 4096
 _THREADS = 4
@@ -104,7 +105,7 @@ def _reserve(folder: Path, nbytes: int) -> int:
     except OSError as error:
         os.close(fd)
         raise SparseRingError(
-            f"sparse_ring.offload.disk_gib: {nbytes / 2**30:.2f} GiB cannot be reserved in {folder} ({error.strerror}), where "
-            f"{free / 2**30:.2f} GiB were free: each rank takes disk_gib for itself; lower it or free some room"
+            f"sparse_ring.offload.disk_gib: {nbytes / GIB:.2f} GiB cannot be reserved in {folder} ({error.strerror}), where "
+            f"{free / GIB:.2f} GiB were free: each rank takes disk_gib for itself; lower it or free some room"
         ) from None
     return fd

@@ -19,6 +19,7 @@ from typing import Literal
 
 from ds_sparse_ring.config import OffloadConfig
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.units import GIB
 
 Place = Literal["device", "host", "disk", "recompute"]
 
@@ -26,8 +27,6 @@ TIERS: tuple[Place, ...] = ("device", "host", "disk")
 
 UNIT_BYTES = 1 << 14
 """Every tensor counts as a whole number of these; pages of the store's host memory and units of its file divide them."""
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Budgets:
     def of(cls, config: OffloadConfig) -> Budgets:
         """Those of an ``"offload"`` section."""
         disk = config.disk_gib or 0.0
-        return cls(*(int(gib * _GIB) for gib in (config.device_gib, config.host_gib, disk, config.staging_gib if disk else 0.0)))
+        return cls(*(int(gib * GIB) for gib in (config.device_gib, config.host_gib, disk, config.staging_gib if disk else 0.0)))
 
     def room(self, tier: Place, nbytes: int) -> int:
         """For tensors, or a layer's output and log-sum-exp, of ``nbytes``."""
@@ -111,7 +110,7 @@ class Ladder:
         parts = [_run(list(of_run), *places) for places, of_run in layers]
         given = {"device": self.budgets.device, "host": self.budgets.host, "disk": self.budgets.disk}
         used = [
-            f"{tier} {self.used(tier) / _GIB:.1f} of {given[tier] / _GIB:.1f} GiB"
+            f"{tier} {self.used(tier) / GIB:.1f} of {given[tier] / GIB:.1f} GiB"
             for tier in TIERS
             if given[tier] or self.used(tier)
         ]
@@ -154,14 +153,14 @@ def _fill(layers: int, nbytes: int, room: dict[Place, int]) -> list[Place]:
 def _too_much(shard: KeptBytes, budgets: Budgets, tokens: int) -> str:
     needed, fit = shard.layers * shard.input, {tier: budgets.room(tier, shard.input) // shard.input for tier in TIERS}
     left = shard.layers - sum(fit.values())
-    host = -(-(budgets.host + shard.pages + left * shard.input) * 10 // _GIB) / 10
+    host = -(-(budgets.host + shard.pages + left * shard.input) * 10 // GIB) / 10
     pages = f", {shard.pages} more are reserved for keys and values" if shard.pages else ""
     disk = "a larger disk_gib" if budgets.disk else "disk_path and disk_gib"
     if budgets.disk and shard.input > budgets.staging:
-        disk = f"staging_gib of at least {2 * shard.input / _GIB:.2g}, through which they pass to the disk"
+        disk = f"staging_gib of at least {2 * shard.input / GIB:.2g}, through which they pass to the disk"
     return (
         f"sparse_ring.offload: the inputs of {shard.layers} checkpointed layers for {tokens} tokens a rank needs {needed} bytes "
-        f"({needed / _GIB:.2f} GiB, {shard.input} bytes a layer), and there is room for {fit['device']} of them on the device "
+        f"({needed / GIB:.2f} GiB, {shard.input} bytes a layer), and there is room for {fit['device']} of them on the device "
         f"({budgets.device} bytes), {fit['host']} in host memory ({budgets.host} bytes{pages}) and {fit['disk']} on the disk "
         f"({budgets.disk} bytes): set host_gib to {host:g} or more, {disk}, a device_gib that the device has free, or share a "
         "sequence among more ranks (degree)"

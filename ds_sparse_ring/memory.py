@@ -23,9 +23,9 @@ from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
 from ds_sparse_ring.plan import InnerKind
 from ds_sparse_ring.plan_check import PlanReport, check_plans
+from ds_sparse_ring.units import GIB
 
 _BF16, _FP32, _INT64 = 2, 4, 8
-_GIB = 2**30
 _LOGIT_BYTES = 3 * _FP32
 """Of a word of a tile in the loss's backward pass: log-softmax, its gradient and that of the logits."""
 
@@ -60,8 +60,8 @@ class Memory:
         """What does not fit, as text; empty if all does."""
         found = [self.misfit] * bool(self.misfit)
         for name, needed, gib in (("device", self.device, hardware.memory_gib), ("host", self.host, hardware.host_gib)):
-            if needed > gib * _GIB:
-                found.append(f"{name} memory: {needed / _GIB:.1f} of {gib:g} GiB a rank")
+            if needed > gib * GIB:
+                found.append(f"{name} memory: {needed / GIB:.1f} of {gib:g} GiB a rank")
         return found
 
 
@@ -284,8 +284,8 @@ def refuse_misfit(job: Job, schedule: Schedule, device_bytes: float | None) -> N
         "shorter sequences",
     ]
     raise SparseRingError(
-        f"{job.tokens} tokens on {job.world} ranks need about {memory.device:.0f} bytes ({memory.device / _GIB:.1f} GiB) of each "
-        f"device, which has {device_bytes:.0f} ({device_bytes / _GIB:.1f} GiB): {parts}. Ways out: {', '.join(ways)}; "
+        f"{job.tokens} tokens on {job.world} ranks need about {memory.device:.0f} bytes ({memory.device / GIB:.1f} GiB) of each "
+        f"device, which has {device_bytes:.0f} ({device_bytes / GIB:.1f} GiB): {parts}. Ways out: {', '.join(ways)}; "
         "`ds-sparse-ring plan --max-seq` shows what would fit"
     )
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.units import GIB
 
-GIB = 2**30
 SEGMENT_BYTES = GIB
 
 

@@ -12,6 +12,7 @@ from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.run_log import RunLog, read_run
+from ds_sparse_ring.units import GIB
 
 
 def print_comparison(log: Path, hardware: str | None) -> None:
@@ -67,7 +68,7 @@ def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
     of_layers = e.layers * of_step
     return [
         ("step s", step_s, of_step * e.step_ms),
-        ("attention s", attention_s, of_layers * (e.forward.total + e.backward.total + e.exchange_ms + e.columns_ms)),
+        ("attention s", attention_s, of_step * e.attention_ms - of_layers * e.index_ms),
         ("index s", index_s, of_layers * e.index_ms),
         ("rest s", rest_s, of_step * e.rest_ms),
         (
@@ -77,5 +78,5 @@ def rows(run: RunLog, e: Estimate) -> list[tuple[str, float | None, float]]:
         ),
         ("worker imbalance", run.median("time_imbalance"), e.backward.imbalance),
         ("hop imbalance", run.median("hop_imbalance"), (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2),
-        ("peak memory GiB", run.median("peak_memory_gib"), e.memory.device / 2**30),
+        ("peak memory GiB", run.median("peak_memory_gib"), e.memory.device / GIB),
     ]

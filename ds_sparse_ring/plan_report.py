@@ -17,6 +17,7 @@ from ds_sparse_ring.job import Job, Schedule, load_shape, schedules, states_of
 from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, longest_sequence, memory_of
 from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
+from ds_sparse_ring.units import GIB
 
 
 def print_plan(job: Job, title: str, timeline: Path | None) -> None:
@@ -39,7 +40,7 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     for name in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for e in sorted(found, key=lambda e: e.step_ms):
-        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / 2**30:.0f}" for name in memory[1:]])
+        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / GIB:.0f}" for name in memory[1:]])
     console = _console()
     console.print(table)
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
@@ -75,7 +76,7 @@ def print_longest(job: Job, title: str) -> None:
     console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {_settings(schedule)}")
     console.print(f"bound by: {'; '.join(reasons)} (at {tokens + MAX_SEQUENCE_UNIT} tokens)")
     console.print(f"device memory: {_parts(memory)}")
-    console.print(f"host memory {memory.host / 2**30:.1f} GiB, disk {memory.disk / 2**30:.1f} GiB a rank")
+    console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
     if memory.recomputed:
         console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
     console.print("predicted, not measured")
@@ -100,16 +101,26 @@ def read_job(
 def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
     console.print(f"no schedule fits the memory; {'; '.join(nearest.memory.misfits(job.hardware))}")
     console.print(f"device memory: {_parts(nearest.memory)}")
-    console.print(
-        "ways out: more ranks to a sequence (degree), a higher ZeRO stage, layer_chunk_tokens, or another "
-        f"{SparseRingConfig.SECTION}.offload"
-    )
+    console.print(f"ways out: {', '.join(_ways_out(job))}. --config FILE plans with the settings of a file")
+
+
+def _ways_out(job: Job) -> list[str]:
+    """What the job does not do yet, the cheapest first."""
+    config, every = job.config, job.config.check_degree(job.world) == job.world
+    ways = [
+        ("Liger (--liger)", not job.liger),
+        ("layer_chunk_tokens", config.layer_chunk_tokens is None),
+        ("offload" if config.offload is None else "more room in offload", True),
+        ("a higher ZeRO stage", job.zero_stage < 3),
+        ("more GPUs (--world)" if every else "more ranks to a sequence (degree)", True),
+    ]
+    return [way for way, is_left in ways if is_left]
 
 
 def _parts(memory: Memory) -> str:
     """GiB, the largest first."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join([f"{memory.device / 2**30:.1f} GiB", *(f"{name} {nbytes / 2**30:.1f}" for name, nbytes in parts)])
+    return ", ".join([f"{memory.device / GIB:.1f} GiB", *(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)])
 
 
 def _settings(schedule: Schedule) -> str:
@@ -132,7 +143,7 @@ def _row(e: Estimate, job: Job) -> list[str]:
         f"{100 * e.exposed:.1f} %",
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",
-        f"{e.memory.device / 2**30:.0f}",
+        f"{e.memory.device / GIB:.0f}",
     ]
 
 

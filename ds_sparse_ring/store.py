@@ -38,9 +38,10 @@ from ds_sparse_ring.copies import Copies, Copy, StoreNumbers, Tier, Timed
 from ds_sparse_ring.disk import PAGE_BYTES, DiskFile
 from ds_sparse_ring.disk_tier import DiskTier
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.pinned import GIB, SEGMENT_BYTES, HostBuffer, warn_if_short
+from ds_sparse_ring.pinned import SEGMENT_BYTES, HostBuffer, warn_if_short
 from ds_sparse_ring.slab import FreeList, Regions
 from ds_sparse_ring.streams import CudaStreams, PlainStreams, Streams
+from ds_sparse_ring.units import GIB
 
 
 @dataclass(eq=False)

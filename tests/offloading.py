@@ -1,4 +1,4 @@
-"""A small training run whose saved tensors go through a store, as layer inputs do."""
+"""A small training run whose saved tensors go through a store, as layer inputs do, and units of its sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_sparse_ring.copies import Tier
 from ds_sparse_ring.store import Store
+from ds_sparse_ring.units import GIB, MIB
+
+GIB_OF_A_MIB = MIB / GIB
+"""Budgets are in GiB; those of tests are small."""
 
 
 class Packed:

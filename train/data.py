@@ -114,10 +114,28 @@ def _read_files(kind: str, files: list[str], streaming: bool, options: dict[str,
         return load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
+        if (broken := _not_utf8(files)) is not None:
+            raise SparseRingError(
+                f"text: {broken} is no text in UTF-8 ({reason}): convert it, as iconv does, or leave it out"
+            ) from error
         raise SparseRingError(
             f"text: of {files[:3]}{' and others' if files[3:] else ''} one cannot be read as {kind} ({reason}): text must be "
             "UTF-8, JSON lines one object a line with the same keys"
         ) from error
+
+
+def _not_utf8(files: Sequence[str]) -> str | None:
+    """The first file that is no UTF-8: ``datasets`` does not say which of thousands it was reading."""
+    for name in files:
+        if Path(name).suffix not in (*_TEXT_SUFFIXES, ".jsonl", ".json"):
+            continue  # Parquet, or what a pattern matches besides: packed text, for one
+        with open(name, encoding="utf-8") as text:
+            try:
+                while text.read(1 << 20):
+                    pass
+            except UnicodeDecodeError:
+                return name
+    return None
 
 
 def _used_column(part: Any) -> str:

@@ -6,9 +6,7 @@ Every figure is a median of rounds that take turns, so that a machine which slow
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +16,9 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from ds_sparse_ring import __version__
 from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.bench.patterns import vertical_slash_pattern
+from ds_sparse_ring.bench.result import device_name, write_result
 from ds_sparse_ring.bench.timing import alternate
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, causal_cost, cost
@@ -55,19 +53,16 @@ def main(
     kernel, case = get_kernel(backend), _Case(tokens)
     rows = [case.measure(kernel, *pattern, rounds) for pattern in PATTERNS]
     selection = case.selection_seconds(rounds)
-    result = {
-        "machine": _processor(),
+    fields = {
         "threads": threads,
-        "versions": {"ds_sparse_ring": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "shape": {"tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": "float32"},
         "rounds": rounds,
         "selection_s": selection,
         "rows": rows,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1))
-    print(f"{_processor()}, {threads} threads, torch {torch.__version__}; S {tokens}, {HEADS} query and {KV_HEADS} KV heads, "
-          f"head size {HEAD_SIZE}, fp32, segments of {SEGMENT_TOKENS}; median of {rounds}")  # fmt: skip
+    write_result(output, "cpu", fields)
+    print(f"{device_name('cpu')}, {threads} threads, torch {torch.__version__}; S {tokens}, {HEADS} query and {KV_HEADS} KV "
+          f"heads, head size {HEAD_SIZE}, fp32, segments of {SEGMENT_TOKENS}; median of {rounds}")  # fmt: skip
     print("| pattern | density | forward ms | backward ms | dense fwd + bwd ms | Gpairs/s | dense Gpairs/s | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
@@ -167,14 +162,6 @@ def _columns(k: Tensor, v: Tensor, index: Index) -> ColumnKV | None:
 
 def _medians(functions: list[Callable[[], Any]], rounds: int) -> list[float]:
     return [timing.median_s for timing in alternate(functions, rounds, torch.device("cpu"), warm_up=1)]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import VerticalSlash
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
+from ds_sparse_ring.units import MIB
 
 TOKENS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19]
 SEGMENTS = [1024, 2048, 4096, 8192, 16384, 0]
@@ -198,7 +199,7 @@ def _print_row(row: dict[str, Any], *, first: bool, shape: _Shape) -> None:
         print("| tokens | segment | median ms | least - most | idle ms | peak MiB | columns | diagonals | of attention |")
         print("|---|---|---|---|---|---|---|---|---|")
     segment = row["segment_tokens"] or "one"
-    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
+    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:.0f}"
     share = f"{100 * row['median_ms'] / row['attention_ms']:.1f} %" if row["attention_ms"] else "-"
     print(
         f"| {row['tokens']} | {segment} | {row['median_ms']:.2f} | {row['least_ms']:.2f} - {row['most_ms']:.2f} | "

@@ -7,7 +7,6 @@ fit, or that a library cannot do, keeps its line in the table, with the reason.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,13 +16,13 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 
-from ds_sparse_ring import __version__
 from ds_sparse_ring.bench.accuracy import ErrorLine, measure_errors
 from ds_sparse_ring.bench.contenders import Contender, Dense, FlashSparse, Flex, Ours, Problem
 from ds_sparse_ring.bench.counts import active_pairs, minimal_bytes
 from ds_sparse_ring.bench.kernel_report import SpeedLine, save_plot, tables
 from ds_sparse_ring.bench.patterns import PatternKind, pattern
 from ds_sparse_ring.bench.recorded import RecordedIndex
+from ds_sparse_ring.bench.result import about, write_result
 from ds_sparse_ring.bench.timing import Timing, alternate
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
@@ -79,7 +78,7 @@ def main(
     try:
         bench.run(checks + [c for c in recorded if c.tokens <= 8192 and check_tokens], cases)
     finally:  # whatever ends the run, what was measured is shown
-        print(tables(bench.description(), bench.speeds, bench.errors))
+        print(tables(about(where) | bench.settings(), bench.speeds, bench.errors))
         save_plot(output.with_suffix(".png"), bench.speeds)
 
 
@@ -159,14 +158,12 @@ class Bench:
         for case in cases:
             self._guarded(case, self._measure, self._no_speed)
 
-    def description(self) -> dict[str, Any]:
-        """Machine, versions and settings."""
+    def settings(self) -> dict[str, Any]:
+        """What all cases share, with the names of the file."""
         s = self.setting
-        device = torch.cuda.get_device_name(s.device) if s.device.type == "cuda" else "CPU"
-        versions = {"ds_sparse_ring": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
         shared = {"dtype": str(s.dtype), "segment_tokens": s.segment_tokens, "rounds": s.rounds}
         heads = {"head_spread": s.spread, "column_share": s.column_share, "heads_per_pattern": s.heads_per_pattern}
-        return {"device": device, "versions": versions, **shared, **heads}
+        return {**shared, **heads}
 
     def _guarded(self, case: Case, work: Callable[[Case], None], refuse: Callable[[Case, str], None]) -> None:
         if time.monotonic() > self.deadline:
@@ -181,9 +178,8 @@ class Bench:
                 refuse(case, _reason(error))
             if self.setting.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        content = {**self.description(), "speeds": [asdict(x) for x in self.speeds], "errors": [asdict(x) for x in self.errors]}
-        self.output.write_text(json.dumps(content, indent=1))
+        lines = {"speeds": [asdict(x) for x in self.speeds], "errors": [asdict(x) for x in self.errors]}
+        write_result(self.output, self.setting.device, self.settings() | lines)
 
     def _no_check(self, case: Case, reason: str) -> None:
         self.errors.append(ErrorLine(case.kind, case.density, case.tokens, "all", {}, reason))

@@ -24,6 +24,7 @@ from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape, load_shape
 from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.units import GIB
 
 CHUNKS = [0, 2048, 4096, 8192, 16384, 32768, 65536]
 _WORDS, _LAYERS, _TILE = 256, 2, 4096
@@ -56,7 +57,7 @@ def main(
     print("| chunk | page | ms of a layer | least - most | peak GiB above weights |\n|---|---|---|---|---|")
     for row in rows:
         ms, least, most = (1e3 * row[key] for key in ("median_s", "fastest_s", "slowest_s"))
-        memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
+        memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}"
         print(
             f"| {row['chunk_tokens'] or 'whole'} | {row['page_tokens'] or '-'} | {ms:.1f} | {least:.1f} - {most:.1f} | {memory} |"
         )

@@ -14,6 +14,7 @@ from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import Job, Schedule, load_shape, schedules
 from ds_sparse_ring.plan_report import parse_tokens
+from ds_sparse_ring.units import GIB
 
 JOBS = "8:512K 8:1M 8:2M 8:4M 32:512K 32:1M 32:2M 32:4M 128:2M 512:2M"
 _MOST_CONTEXT = 32
@@ -65,7 +66,7 @@ def _best(job: Job, kind: str | None = None) -> Estimate:
 
 def _row(job: Job, dense: Estimate, sparse: Estimate) -> str:
     size = job.config.check_degree(job.world)
-    gib = sparse.memory.device / 2**30
+    gib = sparse.memory.device / GIB
     cells = [
         job.world,
         f"{size} x {job.world // size}",

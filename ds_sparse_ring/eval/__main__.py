@@ -34,7 +34,7 @@ def main(
 
     try:
         if importlib.util.find_spec("lm_eval") is None:
-            raise SparseRingError('eval: lm-eval is not installed: pip install "ds-sparse-ring[eval]"')
+            raise SparseRingError('eval: lm-eval is not installed: pip install ".[eval]" in the folder of this repository')
         from ds_sparse_ring.eval.run import Evaluation, evaluate, table_of
 
         job = Evaluation(

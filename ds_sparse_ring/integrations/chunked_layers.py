@@ -302,8 +302,7 @@ class _LayerCall:
         """o ``[1, n, H, D]``."""
         attention = self.layer.self_attn
         with self._autocast():
-            context, layer = self.context.at_layer(attention.layer_idx), attention.layer_idx
-            return sparse_ring_attention(q, k, v, context, layer=layer, scale=attention.scaling)
+            return sparse_ring_attention(q, k, v, self.context, layer=attention.layer_idx, scale=attention.scaling)
 
     def _after(self, x_c: Tensor, o_c: Tensor) -> Tensor:
         """x_c ``[1, c, W]``, o_c ``[1, c, H, D]`` -> y ``[1, c, W]``."""

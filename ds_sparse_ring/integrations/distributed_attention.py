@@ -84,7 +84,7 @@ class RingLocalAttention(nn.Module):
         """Attention of tensors in one of DeepSpeed's two layouts; the context says whether their heads are exchanged."""
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         q, k, v = (x.transpose(1, 2) if batch_dim == 0 else x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = sparse_ring_attention(q, k, v, context.at_layer(self.layer), layer=self.layer, scale=scale)
+        out = sparse_ring_attention(q, k, v, context, layer=self.layer, scale=scale)
         return out if batch_dim == 0 else out.transpose(0, 1)
 
     def sequence(self, sparse_ring: Sequence | None) -> Sequence:

@@ -130,9 +130,8 @@ def prefill_attention_forward(
     beyond = sparse_ring_prefill.layout.local_tokens - tokens  # whole blocks; what follows the prompt is seen by nobody
     q, k, v = (F.pad(x, (0, 0, 0, beyond)) for x in (query, key, value))
     layer: int = module.layer_idx
-    context = sparse_ring_prefill.at_layer(layer)
     rows = [
-        sparse_ring_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], context, layer=layer, scale=scale)
+        sparse_ring_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], sparse_ring_prefill, layer=layer, scale=scale)
         for row in range(q.shape[0])
     ]
     return torch.cat(rows)[:, :tokens], None

@@ -17,6 +17,7 @@ from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.ladder import KeptBytes
 from ds_sparse_ring.memory import refuse_misfit
 from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.units import GIB
 
 
 def kept_by_layers(decoder: nn.Module, ring: SparseRing) -> KeptBytes | None:
@@ -60,7 +61,7 @@ def memory_peaks(ring: SparseRing) -> dict[str, float]:
         held = {} if store is None else store.numbers().bytes_peak
         peaks |= {f"peak_{tier}_gib": float(held.get(tier, 0)) for tier in ("host", "disk")}
     of_ranks = ring.axes.world_rows(list(peaks.values())) if peaks else []
-    return {name: max(values) / 2**30 for name, values in zip(peaks, zip(*of_ranks, strict=True), strict=True)}
+    return {name: max(values) / GIB for name, values in zip(peaks, zip(*of_ranks, strict=True), strict=True)}
 
 
 def check_memory(

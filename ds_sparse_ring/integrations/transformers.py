@@ -316,8 +316,7 @@ def sparse_ring_attention_forward(
         )
     if attention_mask is not None:
         raise SparseRingError("a sharded sequence takes no attention mask; SparseRing.sequence_batch removes padding")
-    layer = module.layer_idx
-    return sparse_ring_attention(query, key, value, sparse_ring.at_layer(layer), layer=layer, scale=scale), None
+    return sparse_ring_attention(query, key, value, sparse_ring, layer=module.layer_idx, scale=scale), None
 
 
 def sparse_ring_mask(

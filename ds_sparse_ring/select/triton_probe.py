@@ -245,6 +245,41 @@ def _price_sums(q, k_tile, lse, u, j, straddles, scale2):
 
 
 @triton.jit
+def _pattern_price_sums(
+    q, k_tile, lse, near, u, j, straddles, q_rows, row_lse, head, g, G, scale2,
+    HPP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`_price_sums` of all heads of a pattern, without rows that are near the keys; the rows of the first heads are at hand."""
+    hidden = tl.where(near, float("inf"), row_lse)
+    mass, before, lag, beyond = _price_sums(q, k_tile, hidden, u, j, straddles, scale2)
+    for more in range(HEADS, HPP, HEADS):
+        other = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
+        hidden = tl.where(near, float("inf"), _row_lse(lse, head + more, g, G, 64 * HEADS))
+        a, b, d, e = _price_sums(other, k_tile, hidden, u, j, straddles, scale2)
+        mass += a
+        before += b
+        lag += d
+        beyond += e
+    return mass, before, lag, beyond
+
+
+@triton.jit
+def _token_word(on, j):
+    """A word whose bit j is set where ``on`` is."""
+    return tl.sum(tl.where(on, tl.full([64], 1, tl.int64) << j.to(tl.int64), 0), 0)
+
+
+@triton.jit
+def _diagonal_parts(left, mass, before, lag, beyond):
+    """What the keys of ``left`` leave for block diagonals, [2, 2]: before, centre; after, beyond. From `_price_sums`."""
+    before, beyond = before * 0.015625, beyond * 0.015625
+    after = before - lag * 0.015625 - 2.0 * beyond
+    centre = mass - before - after - beyond
+    parts = tl.join(tl.join(before, after), tl.join(centre, beyond))
+    return tl.sum(tl.where(left[:, None, None], parts, 0.0), 0)
+
+
+@triton.jit
 def price_kernel(
     q_rows,  # [H, G * R, D]
     k,  # [K, n, D]
@@ -317,30 +352,16 @@ def price_kernel(
                 moved = ((local - begin) * 64).to(tl.float32)
                 u_moved = u.to(tl.float32) + moved
                 j_moved = j.to(tl.float32) + moved
-                hidden = tl.where(near, float("inf"), row_lse)
-                mass, before, lag, beyond = _price_sums(q, tile, hidden, u_moved, j_moved, straddles, scale2)
-                for more in range(HEADS, HPP, HEADS):
-                    other = _row_tile(q_rows, head + more, g, G, 64 * HEADS, D, BLOCK_D)
-                    hidden = tl.where(near, float("inf"), _row_lse(lse, head + more, g, G, 64 * HEADS))
-                    a, b, d, e = _price_sums(other, tile, hidden, u_moved, j_moved, straddles, scale2)
-                    mass += a
-                    before += b
-                    lag += d
-                    beyond += e
+                mass, before, lag, beyond = _pattern_price_sums(
+                    q, tile, lse, near, u_moved, j_moved, straddles, q_rows, row_lse, head, g, G, scale2, HPP, HEADS, D, BLOCK_D
+                )
                 mass = tl.where(token >= sink_cut, mass, 0.0)
                 taken = mass > price * rows
                 left = (token >= sink_cut) & (mass <= price * rows)
-                bits = tl.where(taken | (token < sink_end), tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
-                tl.store(words + slot + local, tl.sum(bits, 0))
-                before, beyond = before * 0.015625, beyond * 0.015625
-                after = before - lag * 0.015625 - 2.0 * beyond
-                centre = mass - before - after - beyond
-                parts = tl.join(tl.join(before, after), tl.join(centre, beyond))
-                parts = tl.sum(tl.where(left[:, None, None], parts, 0.0), 0)
-                tl.store(at, parts / rows)
+                tl.store(words + slot + local, _token_word(taken | (token < sink_end), j))
+                tl.store(at, _diagonal_parts(left, mass, before, lag, beyond) / rows)
             else:
-                bits = tl.where(token < sink_end, tl.full([64], 1, tl.int64) << j.to(tl.int64), 0)
-                tl.store(words + slot + local, tl.sum(bits, 0))
+                tl.store(words + slot + local, _token_word(token < sink_end, j))
                 tl.store(at, tl.zeros([2, 2], tl.float32))
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ds_sparse_ring.store import Store
+from ds_sparse_ring.units import MIB
 from tests.offloading import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-MIB = 2**20
 LONG = 20_000_000
 """Cycles of a kernel that only waits: about 10 ms."""
 

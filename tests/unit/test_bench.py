@@ -134,6 +134,7 @@ def test_the_kernel_benchmark_says_what_it_measured_and_why_it_did_not(tmp_path)
     result = CliRunner().invoke(app, options.split())
     assert result.exit_code == 0, result.output
     content = json.loads(output.read_text())
+    assert content["device"] in result.output and set(content["versions"]) == {"ds_sparse_ring", "torch", "python", "cuda"}
     lines = {(x["tokens"], x["kind"], x["name"]): x for x in content["speeds"] if x["name"] != "all"}
     assert {key[1] for key in lines} == {"clustered", "a test (2:1 heads of 16)"}
     for tokens in (512, 1024):

@@ -27,6 +27,7 @@ from ds_sparse_ring.integrations.transformers import attach, enable_gradient_che
 from ds_sparse_ring.kernels import torch_reference
 from ds_sparse_ring.runtime import SparseRing
 from tests.common import DistributedTest
+from tests.offloading import GIB_OF_A_MIB
 from tests.unit.parity_model import MODELS, Row, make_batch, section, tiny_model
 from tests.unit.test_parity_gradients import PACKED, PADDED, ZERO, Run, check_against_one_process
 from tests.unit.trainer_runs import arguments, ds_config, make_rows, make_trainer, plain_training
@@ -36,7 +37,6 @@ TOKENS = 192 + 192 + 64
 """Of the shard of ``ROWS`` on one rank: whole blocks."""
 
 CHUNKS = {"one": TOKENS, "eight": TOKENS // 8, "the last is short": 37}
-GIB_OF_A_MIB = 1 / 1024
 
 
 def one_rank(chunk_tokens: int | None, selector: str = "price", **values: Any) -> SparseRing:

@@ -263,6 +263,14 @@ def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     assert 2 * columns_ms(16384, 0.01, 20) < many < more < 1.1 * many
 
 
+def test_the_help_of_plan_names_all_shapes_and_profiles() -> None:
+    words = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "300"}).output.replace(",", " ").split()
+    assert set(SHAPES) <= set(words)
+    with pytest.raises(SparseRingError) as refused:
+        load_hardware("no such profile")
+    assert set(str(refused.value).split(" one of ")[1].split(", ")) <= set(words)
+
+
 def test_the_plan_shows_what_is_offloaded_and_whether_it_fits(tmp_path: Path) -> None:
     outputs = []
     for gib in (80, 20):
@@ -273,6 +281,8 @@ def test_the_plan_shows_what_is_offloaded_and_whether_it_fits(tmp_path: Path) ->
     assert all("host GiB" in output and "one layer at work" in output for output in outputs)
     assert "fastest that fits" in outputs[0]
     assert "no schedule fits the memory; sparse_ring.offload: the inputs of 36 checkpointed layers" in outputs[1]
+    left = "Liger (--liger), layer_chunk_tokens, more room in offload, more GPUs (--world)."
+    assert f"ways out: {left}" in outputs[1], "ZeRO-3 is the highest stage, and all ranks share the sequence already"
     command = ["plan", "--config", str(tmp_path / "20.json"), "--world", "1", "--max-seq"]
     output = " ".join(CliRunner().invoke(app, command).output.split())
     assert "143360 tokens (140K)" in output and "bound by: sparse_ring.offload: the inputs of 36" in output

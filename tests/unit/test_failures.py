@@ -6,10 +6,13 @@ import ast
 import re
 from pathlib import Path
 
-from .test_refusals import ALL
+from .test_refused_configurations import CONFIGURATIONS
+from .test_refused_inputs import INPUTS
+from .test_refused_models import MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "failures.md"
+TABLES = {"configurations": CONFIGURATIONS, "inputs": INPUTS, "models": MODELS}
 REFERENCE = re.compile(r"`((?:gpu/)?test_\w+\.py)::(test_\w+)(?:\[([^\]]+)\])?`")
 
 
@@ -25,10 +28,10 @@ def functions(file: str) -> set[str]:
 
 
 def test_every_test_that_the_page_names_is_there() -> None:
-    cases = {f"{kind}: {wrong.name}" for kind, all_ in ALL.items() for wrong in all_}
+    cases = {(f"test_refused_{kind}.py", wrong.name) for kind, table in TABLES.items() for wrong in table}
     for file, function, case in named_tests():
         assert function in functions(file), f"{file}::{function}"
-        assert not case or case in cases, f"{file}::{function}[{case}]"
+        assert not case or (file, case) in cases, f"{file}::{function}[{case}]"
 
 
 def test_every_line_of_the_page_names_a_test() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -18,11 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from typer.testing import CliRunner
 
 from ds_sparse_ring.train import prepare_data
-from ds_sparse_ring.train.data import train_tokenizer
-from ds_sparse_ring.train.model import build_model, load_config
 from tests.common import DistributedTest
-
-from .test_integration_scripts import FRESH, TEXTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "how-to"
@@ -35,16 +30,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages take for granted: corpus/, model/ and ds_configs/; data/ is made by a command of theirs."""
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "corpus").mkdir()
-    for i, text in enumerate(TEXTS):
-        (folder / "corpus" / f"{i}.txt").write_text(text)
-    tokenizer = train_tokenizer(TEXTS, folder / "model", vocab_size=270)
-    config = load_config(None, json.dumps(FRESH), tokenizer, sequence_tokens=192)
-    build_model(config, None, dtype=torch.float32).save_pretrained(folder / "model")
-    shutil.copytree(ROOT / "ds_configs", folder / "ds_configs")
+    for name, place in {"corpus": corpus / "text", "model": corpus / "model", "ds_configs": ROOT / "ds_configs"}.items():
+        shutil.copytree(place, folder / name)
     (command,) = blocks("packing.md", "bash")
     python, script, *options = shlex.split(command)
     assert (python, script) == ("python", "train/prepare_data.py") and (ROOT / script).is_file()

@@ -18,8 +18,6 @@ from ds_sparse_ring.cli import app
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import full_state_dict, save_pretrained
 from ds_sparse_ring.run_log import read_maps, read_run
-from ds_sparse_ring.train import prepare_data
-from ds_sparse_ring.train.data import train_tokenizer
 from ds_sparse_ring.train.finetune import DataArguments, ModelArguments, build_trainer, checkpoint_to_resume
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.pretrain import PretrainArguments, Pretraining
@@ -27,29 +25,7 @@ from ds_sparse_ring.train.recipes import RECIPES
 from tests.common import DistributedTest, rank_device
 from tests.unit.parity_model import CHECKPOINTING, VOCABULARY, section, word_tokenizer
 
-FRESH = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-TEXTS = [f"def f{i}(x):\n    return x * {i} + {i * i}\n" * (12 + i) for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text/, tokenizer/ and rows of it in data/."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for i, text in enumerate(TEXTS):
-        (folder / "text" / f"{i}.txt").write_text(text)
-    train_tokenizer(TEXTS, folder / "tokenizer", vocab_size=270)
-    command = f"{folder / 'text'} --tokenizer {folder / 'tokenizer'} --output {folder / 'data'} --sequence-tokens 192"
-    result = CliRunner().invoke(prepare_data.app, [*command.split(), "--evaluation-sequences", "3"])
-    assert result.exit_code == 0, result.output
-    return folder
+from .corpus import FRESH
 
 
 def write_config(folder: Path, stage: int, selector: str = "price", **ring: Any) -> str:
@@ -74,7 +50,7 @@ def options(corpus: Path, config: str, output: Path, **values: Any) -> PretrainA
     return PretrainArguments(
         deepspeed=config,
         fresh_config=json.dumps(FRESH),
-        tokenizer=str(corpus / "tokenizer"),
+        tokenizer=str(corpus / "model"),
         text=[str(corpus / "text")],
         output=str(output),
         **{"sequence_tokens": 192, "steps": 6, "learning_rate": 3e-3, "evaluation_sequences": 3, **values},
@@ -261,7 +237,7 @@ class TestFinetune(DistributedTest):
 
     def test_train_evaluate_save_and_resume(self, corpus: Path, tmp_path: Path) -> None:
         config = write_config(tmp_path, 3, dense_warmup_steps=1, eval_full_index=True)
-        command = f"""--deepspeed {config} --tokenizer {corpus / "tokenizer"} --text {corpus / "text"} --sequence_tokens 192
+        command = f"""--deepspeed {config} --tokenizer {corpus / "model"} --text {corpus / "text"} --sequence_tokens 192
             --evaluation_sequences 3 --output_dir {tmp_path / "out"} --max_steps 4 --save_steps 2 --logging_steps 1
             --learning_rate 3e-3 --report_to none --disable_tqdm true --{CHECKPOINTING}
             --per_device_eval_batch_size 1 --resume_from_checkpoint last --streaming"""

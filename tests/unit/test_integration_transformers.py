@@ -80,18 +80,18 @@ class TestModelsThatAreRefused:
 class TestAttachment:
     @pytest.mark.parametrize("kind", MODELS)
     @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_the_context_reaches_every_layer_once(
+    def test_one_context_of_the_batch_reaches_every_layer_once_and_again_in_its_replay(
         self, kind: str, checkpointing: bool, ring: SparseRing, seen: list[Any]
     ) -> None:
         model = tiny_model(kind).train()
         attach(model, ring)
         if checkpointing:
             enable_gradient_checkpointing(model)
-        model(**ring.sequence_batch(make_batch(ROWS, 1))).loss.backward()
-        replayed = 2 if checkpointing else 1
-        assert [layer for layer, _ in seen[:2]] == [0, 1]
-        assert len(seen) == 2 * replayed
-        assert all(context == seen[0][1].at_layer(layer) for layer, context in seen)
+        batch = ring.sequence_batch(make_batch(ROWS, 1))
+        model(**batch).loss.backward()
+        assert [layer for layer, _ in seen] == ([0, 1, 1, 0] if checkpointing else [0, 1])
+        assert all(context is seen[0][1] for _, context in seen)
+        assert seen[0][1].segments == batch["sparse_ring"].segments
 
     def test_attaching_twice_changes_nothing_and_detaching_restores(self, ring: SparseRing) -> None:
         model = tiny_model()

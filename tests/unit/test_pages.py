@@ -24,15 +24,15 @@ from ds_sparse_ring.slots import checkpoint_context_fn
 from ds_sparse_ring.spill import Spill
 from ds_sparse_ring.store import Store
 from tests.common import DistributedTest, rank_device
+from tests.offloading import GIB_OF_A_MIB
 
 from .reference import bound, global_qkv
 
-MIB = 1 / 1024
 PRICE = {"kind": "price", "price": 2e-3}
 FULL = {"kind": "full"}
 
 
-def _offload(page_tokens: int | None, host_gib: float = 4 * MIB) -> dict[str, Any]:
+def _offload(page_tokens: int | None, host_gib: float = 4 * GIB_OF_A_MIB) -> dict[str, Any]:
     return {"host_gib": host_gib, "kv_page_tokens": page_tokens}
 
 
@@ -145,7 +145,7 @@ class TestParity(DistributedTest):
 
 
 def test_a_page_is_gone_once_it_was_taken_and_the_next_one_is_on_its_way() -> None:
-    spill = Spill(OffloadConfig(host_gib=MIB), lambda name: nullcontext())
+    spill = Spill(OffloadConfig(host_gib=GIB_OF_A_MIB), lambda name: nullcontext())
     pages = ring_plan(Layout.for_blocks("striped", 1, 5), 0, page_blocks=2).pages
     k, v = torch.randn(2, 2, 5 * 64, 16, device=rank_device())
     host = HostKV(spill, pages, 2)
@@ -195,7 +195,7 @@ class TestWhatIsSentAndKept(DistributedTest):
         assert ring.spill.store.numbers().to_host == before + 4, "o and lse of two layers, which a replay wants"
 
     def test_a_budget_that_is_too_small_says_what_it_takes(self) -> None:
-        _, sequence, context = bound([700], offload=_offload(64, 8 * MIB / 1024), selector=FULL)
+        _, sequence, context = bound([700], offload=_offload(64, 8 * GIB_OF_A_MIB / 1024), selector=FULL)
         with pytest.raises(SparseRingError, match=r"needs \d+ bytes .*host_gib"):
             _layer(context, *_parts(sequence, 2, 1))
 

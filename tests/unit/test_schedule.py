@@ -17,7 +17,7 @@ from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.config import FullSelector, PriceSelector, SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.index import Index, VerticalSlash, density
+from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, density
 from ds_sparse_ring.integrations.deepspeed import Setup
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.layer_names import resolve_layers
@@ -104,6 +104,16 @@ def test_dense_layers_are_dense_in_training_and_evaluation_and_the_others_are_no
         model(**batch)
         layers = ring.meter.pop()["per_layer"]
         assert [layer["density"] == 1 for layer in layers] == [True, False, True]
+
+
+def test_attention_chooses_by_what_its_layer_has_of_its_own(chosen: list[Index]) -> None:
+    _, sequence, context = bound([64 * 12], selector={"kind": "random_diagonals", "density": 0.3}, dense_layers=[1])
+    q, k, v = (x[None] for x in global_qkv(sequence, 2, 1, 8))
+    for layer in range(3):
+        sparse_ring_attention(q, k, v, context, layer=layer, scale=SCALE)
+    first, dense, last = chosen
+    assert isinstance(dense, FullIndex) and isinstance(first, VerticalSlash) and isinstance(last, VerticalSlash)
+    assert not first.equal(last), "random diagonals differ between layers"
 
 
 def test_a_dense_layer_that_the_model_has_not_is_refused_when_it_is_attached() -> None:
@@ -356,7 +366,7 @@ def test_diagonals_stay_and_columns_of_a_text_do_not(probe: str, chosen: list[In
     for step in _training(ring, range(2)):
         sequence = ring.sequence_batch(packed_batch([700, 100]))["sparse_ring"]
         q, k, v = (x[None].requires_grad_() for x in global_qkv(sequence, 4, 2, 16, seed=step))
-        context = ring.bind(sequence).at_layer(0)
+        context = ring.bind(sequence)
         out = sparse_ring_attention(4 * q, k, v, context, layer=0, scale=SCALE)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
     (index,), kept = chosen, context.step.kept(0, sequence.segments, 4) if context.step else None
@@ -456,7 +466,7 @@ class TestSchedulesOnRings(DistributedTest):
             for step in _training(ring, range(2)):
                 sequence = ring.sequence_batch(packed_batch([768]))["sparse_ring"]
                 q, k, v = (_shard(x, sequence) for x in global_qkv(sequence, 4, 2, 16, seed=step))
-                out = sparse_ring_attention(4 * q, k, v, ring.bind(sequence).at_layer(1), layer=1, scale=SCALE)
+                out = sparse_ring_attention(4 * q, k, v, ring.bind(sequence), layer=1, scale=SCALE)
                 outputs.append(ring.gather(out, sequence))
         torch.testing.assert_close(outputs[0], outputs[2])
         torch.testing.assert_close(outputs[1], outputs[3])

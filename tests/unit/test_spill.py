@@ -19,11 +19,11 @@ from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.spill import Graph, Spill, Spilled
 from ds_sparse_ring.store import Store
 from tests.common import DistributedTest, rank_device
+from tests.offloading import GIB_OF_A_MIB
 
 from .parity_model import Row, make_batch, on_rank, section, tiny_model
 
 ROWS = [Row((290,)), Row((130, 157, 3))]
-GIB_OF_A_MIB = 1 / 1024
 GIB_OF_A_KIB = GIB_OF_A_MIB / 1024
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_sparse_ring import comm
 from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.comm import Axes, Place
 from ds_sparse_ring.errors import SparseRingError
@@ -62,6 +64,28 @@ def _stop() -> None:
     raise Stopped
 
 
+class _Work:
+    """A transfer with NCCL, as far as the watch looks at it."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+class _Watch(TransferWatch):
+    """What it is told of."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+        self.messages: list[str] = []
+
+    def add(self, work: Any, describe: Callable[[str], str]) -> None:
+        self.works.append(work)
+        self.messages.append(describe("did not end"))
+
+
 class TestARankThatStops(DistributedTest):
     world_size = 3
 
@@ -83,6 +107,27 @@ class TestARankThatStops(DistributedTest):
         if dist.get_rank() != 2:
             with pytest.raises(SparseRingError, match=r"rank [01]: a sum over the ring did not get through .*ranks .*2: one of"):
                 ring.axes.ring_sum(torch.ones(3))
+
+    @pytest.mark.parametrize("ulysses", [1, 3])
+    def test_with_nccl_columns_sums_and_heads_are_watched_and_named(self, ulysses: int) -> None:
+        ring, _, _ = bound([700], ulysses_degree=ulysses)
+        watch, x = _Watch(), torch.ones(3, 2)
+        axes = dataclasses.replace(ring.axes, watch=watch)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "StreamPlace", _Work)  # there is no stream here
+            axes.all_to_all(x)
+            if ulysses == 1:
+                arrivals = axes.column_gather(x), axes.column_shares(torch.ones(3, 2))
+                axes.ring_sum(x)
+                assert [arrival.wait().shape for arrival in arrivals] == [(9, 2), (1, 2)]
+        whats = ["exchanging heads within a Ulysses group"]
+        if ulysses == 1:
+            whats = ["gathering columns from the ring", "a sum of columns over the ring", "a sum over the ring"]
+            assert [work.is_completed() for work in watch.works] == [True, True, False], "of columns, the operation itself"
+        rank = dist.get_rank()
+        others = ", ".join(str(other) for other in range(3) if other != rank)
+        expected = [f"rank {rank}: {what} did not end. Look at the logs of ranks {others}: one of them" for what in whats]
+        assert [message[: message.index(" may")] for message in watch.messages] == expected
 
     @pytest.mark.world_size(4)
     def test_ranks_of_an_inner_ring_are_named_by_their_numbers_in_the_world(self) -> None:
@@ -133,16 +178,6 @@ def test_a_rank_that_dies_is_named_by_the_one_that_waits_for_it() -> None:
     assert "still running when another rank had failed" not in story, "the other one ends, too"
 
 
-class _Work:
-    """A transfer with NCCL, as far as the watch looks at it."""
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def is_completed(self) -> bool:
-        return self.over
-
-
 def test_the_watch_names_the_oldest_late_transfer_once_and_ends_with_its_ring(capfd: pytest.CaptureFixture[str]) -> None:
     watch, works = TransferWatch(timeout_s=0.5), [_Work() for _ in range(4)]
     works[0].over = True
@@ -150,7 +185,7 @@ def test_the_watch_names_the_oldest_late_transfer_once_and_ends_with_its_ring(ca
         watch.add(work, f"transfer {number} {{}}".format)
     assert watch.late() is None, "none is late yet"
     time.sleep(0.8)
-    assert capfd.readouterr().err == "transfer 1 are under way since 0 s; NCCL ends the process after 0.5 s\n"
+    assert capfd.readouterr().err == "transfer 1 did not end in 0 s; NCCL ends the process after 0.5 s\n"
     watch.add(works[0], str)
     time.sleep(0.1)
     assert watch.late() is None and not watch._under_way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.train.recipes import COLUMNS, DENSITY, FOLDER, RECIPES, Recipe, text_of
+from ds_sparse_ring.units import GIB
 
 _HEAD = f"""# Recipes
 
@@ -27,7 +28,7 @@ simulated, and leave out what DeepSpeed's offloaded optimizer takes.
 def row(recipe: Recipe) -> str:
     """Its line of the table."""
     e = estimate(recipe.job(), recipe.schedule())
-    device, host = (nbytes / 2**30 for nbytes in (e.memory.device, e.memory.host))
+    device, host = (nbytes / GIB for nbytes in (e.memory.device, e.memory.host))
     link = f"[{recipe.name}]({recipe.name}.json)"
     return f"| {link} | {device:.0f} | {host:.0f} | {e.step_ms / 1e3:.1f} | {recipe.tokens / e.step_ms * 1e3:.0f} |"
 

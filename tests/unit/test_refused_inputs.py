@@ -1,0 +1,255 @@
+"""What users get wrong about batches, texts, prepared rows, checkpoints and recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.batch import shard_batch
+from ds_sparse_ring.bench.index import _Shape as Shape
+from ds_sparse_ring.bench.index import load as load_recorded
+from ds_sparse_ring.bench.recorded import RecordedIndex
+from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.transformers import attach
+from ds_sparse_ring.run_log import read_run
+from ds_sparse_ring.train.data import load_documents, tokenize_documents
+from ds_sparse_ring.train.packing import pack_lengths
+from ds_sparse_ring.train.pretrain import PretrainArguments, Pretraining
+from ds_sparse_ring.train.rows import load_prepared, open_rows, packed_dataset
+from tests.unit.parity_model import Row, make_batch, tiny_model, word_tokenizer
+
+from .reference import bound
+from .refusals import Wrong, ring, written
+
+TOKENS = torch.ones(2, 8, dtype=torch.int64)
+
+
+def batch(**change: Any) -> Callable[[Path], Any]:
+    given = {"input_ids": TOKENS, "labels": TOKENS, **change}
+    return lambda _: shard_batch(given, kind="striped", ranks=2, rank=0, segment_tokens=None)
+
+
+def attend(q: Any, k: Any) -> Callable[[Path], Any]:
+    return lambda _: sparse_ring_attention(q, k, k, bound([64], backend="torch")[2], layer=0, scale=1.0)
+
+
+def text(content: str | bytes, name: str) -> Callable[[Path], Any]:
+    return lambda path: load_documents([written(path, content, name)])
+
+
+def one_of_many(path: Path) -> Any:
+    for i in range(9):
+        written(path, b"\x92" if i == 7 else "text", f"{i}.txt")
+    return load_documents([path])
+
+
+def pack(path: Path, *, evaluation_sequences: int = 0) -> Any:
+    options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": evaluation_sequences, "seed": 0}
+    return packed_dataset([path], with_an_end(), **options)
+
+
+def with_an_end() -> Any:
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = "2"
+    return tokenizer
+
+
+def words_beyond_the_model(_: Path) -> None:
+    owner, model = ring(), tiny_model()
+    attach(model, owner)
+    model(**owner.sequence_batch({"input_ids": TOKENS + 63}))
+
+
+def of_another_ring(_: Path) -> None:
+    ring(layout="zigzag").bind(ring().sequence_batch({"input_ids": TOKENS})["sparse_ring"])
+
+
+def half_labelled(_: Path) -> None:
+    owner = ring()
+    owner.count_targets(
+        [owner.sequence_batch({"input_ids": TOKENS, "labels": TOKENS}), owner.sequence_batch({"input_ids": TOKENS})]
+    )
+
+
+def gathered_from_another(_: Path) -> None:
+    owner = ring()
+    owner.gather(torch.zeros(1, 9), owner.sequence_batch({"input_ids": TOKENS})["sparse_ring"])
+
+
+def packed_without_a_ring(_: Path) -> None:
+    model = tiny_model().eval()
+    attach(model, ring())
+    given = make_batch([Row((30, 20))], 1)
+    model(input_ids=given["input_ids"], position_ids=given["position_ids"])
+
+
+def on_other_ranks(path: Path) -> None:
+    StepShape(8, 8, 1).save(path)
+    StepShape(4, 4, 1).check(path, {})
+
+
+def of_a_stream(path: Path) -> None:
+    run: Any = Pretraining.__new__(Pretraining)
+    (path / "checkpoints").mkdir()
+    written(path / "checkpoints", "step3", "latest")
+    run.args, run.ring, run.stream = PretrainArguments("ds.json", output=str(path)), ring(), None
+    loaded = ("step3", {"step": 3, "stream": {}})
+    run.engine = SimpleNamespace(config={}, load_checkpoint=lambda folder: loaded)
+    run.resume()
+
+
+def with_other_steps(path: Path) -> None:
+    StepShape(4, 4, 2).save(path)
+    StepShape(4, 4, 1).check(path, {})
+
+
+def both_data_and_text(path: Path) -> None:
+    options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": 0, "seed": 0, "streaming": False}
+    open_rows(str(path), ["corpus/"], word_tokenizer(), **options)
+
+
+SHAPE = Shape(2, 1, 8, torch.float32, "cpu")
+HOLES = torch.tensor([[1, 0, 1, 1, 0, 0, 0, 0]] * 2)
+PREPARED = """{"sequence_tokens": 64, "documents": 1, "tokens": 1, "longest": 1, "median": 1, "cut": 0, "rows": 1,
+"evaluation_rows": 0, "padding": 0, "filled": 1, "vocabulary": 9}"""
+
+INPUTS = [
+    Wrong(
+        "a list of rows",
+        lambda _: ring().sequence_batch([TOKENS]), "batch", "is a list", "give tensors by name",  # type: ignore[arg-type]
+    ),
+    Wrong("embeddings", batch(input_ids=None), "'input_ids' is missing", "found ['labels']", "give tokens"),
+    Wrong("types of tokens", batch(token_type_ids=TOKENS), "batch", "token_type_ids", "Drop the others in the collator"),
+    Wrong("labels of another length", batch(labels=TOKENS[:, :7]), "'labels'", "(2, 7)", "must be [batch, sequence]"),
+    Wrong("a row without a batch", batch(input_ids=TOKENS[0], labels=None), "'input_ids'", "(8,)", "must be [batch, sequence]"),
+    Wrong("labels as a list", batch(labels=[[1] * 8] * 2), "'labels'", "is a list", "collate it first"),
+    Wrong("tokens as floats", batch(input_ids=TOKENS.float()), "'input_ids'", "torch.float32", "it must be int64 or int32"),
+    Wrong("labels that a loss does not take", batch(labels=TOKENS.int()), "'labels'", "torch.int32", "it must be int64"),
+    Wrong("-100 for padding", batch(input_ids=TOKENS * -100), "'input_ids'", "-100", "pad_token_id"),
+    Wrong("-1 for padding", batch(labels=TOKENS * -1), "'labels'", "holds -1", "mark what is no target with -100"),
+    Wrong("nothing but padding", batch(attention_mask=TOKENS * 0), "batch", "no token", "leave out rows without any"),
+    Wrong("a mask with holes", batch(attention_mask=HOLES), "attention_mask of row 0", "has holes", "restart position_ids"),
+    Wrong(
+        "documents by numbers in a mask",
+        batch(attention_mask=TOKENS * 2), "row 0", "other than 0 and 1", "restart position_ids",
+    ),
+    Wrong(
+        "a mask for each head",
+        batch(attention_mask=torch.ones(2, 1, 8, 8)), "'attention_mask'", "(2, 1, 8, 8)", "must be [batch, sequence]",
+    ),
+    Wrong("a batch that is shifted", batch(shift_labels=TOKENS), "batch", "shifted already", "once, with unshifted 'labels'"),
+    Wrong(
+        "bounds without positions",
+        batch(cu_seq_lens_q=torch.tensor([0, 8])), "batch", "cu_seq_lens_q", "return_position_ids=True",
+    ),
+    Wrong("words beyond the model's", words_beyond_the_model, "batch", "is 64, and the model has 64 words", "use the tokenizer"),
+    Wrong("a batch of another ring", of_another_ring, "batch", "'striped'", "shard it with the collator of the ring"),
+    Wrong("labels in one batch only", half_labelled, "count_targets", "batches [1] of 2 have none", "'labels'"),
+    Wrong("outputs of another batch", gathered_from_another, "gather", "(1, 9)", "give [1, tokens, ...]"),
+    Wrong("no batch", lambda _: ring().count_targets([]), "count_targets", "none was given", "SparseRing.sequence_batch"),
+    Wrong(
+        "packed rows without a ring",
+        packed_without_a_ring, "position_ids", "restart within a row", "SparseRing.sequence_batch",
+    ),
+    Wrong(
+        "queries of another length",
+        attend(torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8)), "attention", "(1, 2, 9, 8)", "unchanged",
+    ),
+    Wrong(
+        "queries without a batch",
+        attend(torch.zeros(2, 64, 8), torch.zeros(2, 64, 8)), "attention", "(2, 64, 8)", "unchanged",
+    ),
+    Wrong(
+        "keys of another dtype",
+        attend(torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 64, 8).half()), "attention", "float16", "need one dtype",
+    ),
+    Wrong("a pattern without a file", lambda path: load_documents([path / "*.txt"]), "text", "matches no file", "give a file"),
+    Wrong("text in another encoding", text(b"\xff\xfe\x00", "a.txt"), "a.txt", "no text in UTF-8", "convert it"),
+    Wrong("one file of many in another encoding", one_of_many, "7.txt is", "no text in UTF-8", "leave it out"),
+    Wrong(
+        "JSON lines of no JSON",
+        text('{"text": "a"}\n{"text": \n', "a.jsonl"), "a.jsonl", "cannot be read as json", "one object a line",
+    ),
+    Wrong("records without text", text('{"content": "a"}\n', "a.jsonl"), "records", "['content']", "one called 'text' is needed"),
+    Wrong("numbers for text", text('{"text": 1}\n', "a.jsonl"), "the column 'text'", "int64", "convert it, it must be text"),
+    Wrong(
+        "tokens that are no whole numbers",
+        text('{"input_ids": [0.5]}\n', "a.jsonl"), "'input_ids'", "float64", "whole numbers",
+    ),
+    Wrong(
+        "a saved data set in pieces",
+        lambda path: load_documents([written(path, "{}", "state.json").parent]), "text", "is not whole", "save it again",
+    ),
+    Wrong("empty files", lambda path: pack(written(path, "", "a.txt").parent), "text", "are empty", "give files with text"),
+    Wrong(
+        "more evaluation than text",
+        lambda path: pack(written(path, "3 4 5", "a.txt").parent, evaluation_sequences=9),
+        "text", "9 evaluation", "give more text",
+    ),
+    Wrong(
+        "rows of no whole blocks",
+        lambda _: pack_lengths([10], sequence_tokens=200), "sequence_tokens", "got 200", "near it is 192",
+    ),
+    Wrong(
+        "a tokenizer without an end",
+        lambda _: tokenize_documents(["1"], word_tokenizer()), "tokenizer", "no eos_token", "set tokenizer.eos_token",
+    ),
+    Wrong(
+        "rows of another program",
+        lambda path: load_prepared(path, word_tokenizer()), "data", "has no packing.json", "prepare_data.py",
+    ),
+    Wrong(
+        "rows of another version",
+        lambda path: load_prepared(written(path, '{"words": 1}', "packing.json").parent, word_tokenizer()),
+        "packing.json", "words", "prepare the text again",
+    ),
+    Wrong(
+        "rows of another tokenizer",
+        lambda path: load_prepared(written(path, PREPARED, "packing.json").parent, word_tokenizer()),
+        "data", "vocabulary of 9, the tokenizer has 64", "prepare the text again",
+    ),
+    Wrong("rows and text", both_data_and_text, "--data", "has its rows already", "leave out --text"),
+    Wrong("a checkpoint of a stream", of_a_stream, "resume", "written with --streaming", "go on as it began"),
+    Wrong("a checkpoint of other ranks", on_other_ranks, "resume", "written by 8 ranks, here are 4", "start as many"),
+    Wrong("a checkpoint of other steps", with_other_steps, "resume", "2 rows a step", "change accumulation steps"),
+    Wrong(
+        "a log of another program",
+        lambda path: read_run(written(path, "step 1\n")), "file.json", "one JSON object a line", "give the metrics.jsonl",
+    ),
+    Wrong(
+        "a log of another version",
+        lambda path: read_run(written(path, '{"event": "start", "job": {"world": 2}}\n')),
+        "file.json", "model is missing", "read it with that one",
+    ),
+    Wrong(
+        "a recording that is not there",
+        lambda path: RecordedIndex.load(path / "no.pt"), "no.pt", "No such file", "RecordedIndex.save",
+    ),
+    Wrong(
+        "a recording of text",
+        lambda path: RecordedIndex.load(written(path, "text")), "file.json", "no recorded index", "make one with",
+    ),
+    Wrong(
+        "queries of no file",
+        lambda path: load_recorded(path / "no.pt", 64, SHAPE), "no.pt", "FileNotFoundError", "give what torch.save",
+    ),
+    Wrong(
+        "queries of text",
+        lambda path: load_recorded(written(path, "text"), 64, SHAPE), "file.json", "cannot be read", "give what",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in INPUTS])
+def test_a_message_says_what_where_and_the_way_out(wrong: Wrong, tmp_path: Path) -> None:
+    wrong.check(tmp_path)
+
+
+def test_the_table_is_long_and_no_case_stands_twice() -> None:
+    assert len({case.name for case in INPUTS}) == len(INPUTS) >= 20
