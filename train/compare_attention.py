@@ -60,6 +60,7 @@ class Setting:
     """What all runs have in common; lengths in tokens.
 
     Attributes:
+        segment_tokens, local_blocks: of ours; diagonals at 10 % density, fewer in proportion below.
         train_facts, eval_facts: in a row, (asked in the middle, at the tail). lengths: at which facts are looked for.
         answer_weight: of the tokens of asked values in the training loss; all others have 1.
         yarn_from: length the model comes from; 0 leaves its positions alone.
@@ -67,7 +68,8 @@ class Setting:
 
     tokens: int = 32768
     yarn_from: int = 8192
-    segment_tokens: int = 2048
+    segment_tokens: int = 512
+    local_blocks: int = 16
     steps: int = 100
     lr: float = 2e-4
     answer_weight: float = 10.0
@@ -94,12 +96,13 @@ def variants(setting: Setting) -> dict[str, Variant]:
     common: dict[str, Any] = {"backend": setting.backend, "segment_tokens": None}
 
     def ours(density: float, **options: Any) -> Variant:
-        schedule = ScheduleConfig(target_density=density)
-        config = SparseRingConfig(**common | {"segment_tokens": setting.segment_tokens, "schedule": schedule, **options})
+        local = max(2, round(density / 0.1 * setting.local_blocks))
+        given: dict[str, Any] = {"segment_tokens": setting.segment_tokens, "local_blocks": local}
+        config = SparseRingConfig(**common | given, schedule=ScheduleConfig(target_density=density), **options)
         probe = "the previous segment's probe" if config.probe == "previous" else "own probe"
         return Variant(f"segments of {setting.segment_tokens}, one price, {probe}, {density:.0%}", config, density)
 
-    previous: dict[str, Any] = {"probe": "previous", "local_blocks": 4}
+    previous: dict[str, Any] = {"probe": "previous"}
     blocks = setting.tokens // BLOCK_TOKENS
     window = max(1, round(blocks * (1 - 0.9**0.5)))  # of the triangle 1 - (1 - w / blocks)^2
     chunk = max(1, blocks // 64)

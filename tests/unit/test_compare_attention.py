@@ -31,6 +31,7 @@ TINY = Setting(
     tokens=512,
     yarn_from=128,
     segment_tokens=64,
+    local_blocks=2,
     steps=4,
     lr=1e-2,
     train_facts=(5, 2),
@@ -96,7 +97,7 @@ def test_budgets_are_a_tenth_of_the_triangle_at_full_length() -> None:
     window, moba = lines["window10"].config.selector, lines["moba10"].config.selector
     assert window.kind == "window" and window.window_blocks == 26
     assert moba.kind == "moba" and (moba.top_k, moba.block_tokens) == (4, 512)  # 10.6 %; 3 give 7.5 %
-    assert lines["previous5"].config.local_blocks == 4 and lines["own5"].config.segment_tokens == 2048
+    assert lines["previous5"].config.local_blocks == 8 and lines["own5"].config.segment_tokens == 512
 
 
 def test_other_seeds_come_behind_the_first_of_all_runs() -> None:

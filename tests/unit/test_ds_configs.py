@@ -31,6 +31,9 @@ ALL_VALUES: dict[str, Any] = {
     "hidden_size": 16,
 }
 
+SECTION = SparseRingConfig(local_blocks=16)
+"""Of all files: what reads text better at the same cost than the field's default, which suits the short rows of tests."""
+
 
 def filled(name: str, **values: Any) -> dict[str, Any]:
     return resolve_auto(load_ds_json(ds_configs.path(name)), **{**ALL_VALUES, **values})
@@ -48,7 +51,7 @@ def test_a_file_has_its_stage_and_a_section_that_is_accepted(name: str) -> None:
     config = load_ds_json(path)
     zero = config["zero_optimization"]
     assert zero["stage"] == STAGES[name]
-    assert SparseRingConfig.from_deepspeed(path) == SparseRingConfig()
+    assert SparseRingConfig.from_deepspeed(path) == SECTION
     if STAGES[name] == 3:
         assert zero["stage3_gather_16bit_weights_on_model_save"] is True
     for part in ("offload_optimizer", "offload_param"):
@@ -139,7 +142,7 @@ class TestFiles(DistributedTest):
         config = filled(name, accumulation=1, bf16=bf16)
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        assert SparseRingConfig.from_deepspeed(engine.config) == SparseRingConfig()
+        assert SparseRingConfig.from_deepspeed(engine.config) == SECTION
         assert engine.zero_optimization_stage() == STAGES[name]
         x = torch.ones(4, 16, dtype=torch.bfloat16 if bf16 else torch.float32, device=rank_device())
         losses = []
@@ -179,5 +182,5 @@ class TestFiles(DistributedTest):
         assert config["train_batch_size"] == 4
         assert '"auto"' not in json.dumps(config)
         assert config["optimizer"]["params"]["lr"] == arguments.learning_rate
-        assert SparseRingConfig.from_deepspeed(config) == SparseRingConfig()
+        assert SparseRingConfig.from_deepspeed(config) == SECTION
         assert trainer.state.log_history[0]["grad_norm"] > 0
