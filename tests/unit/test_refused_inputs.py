@@ -49,6 +49,17 @@ def one_of_many(path: Path) -> Any:
     return load_documents([path])
 
 
+def streamed(content: bytes | str, names: str) -> Callable[[Path], Any]:
+    """Two files and a third with this content, read as a stream."""
+
+    def read(path: Path) -> Any:
+        for i in range(3):
+            written(path, content if i == 2 else '{"text": "text"}\n', names.format(i))
+        return list(load_documents([path], streaming=True))
+
+    return read
+
+
 def pack(path: Path, *, evaluation_sequences: int = 0) -> Any:
     options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": evaluation_sequences, "seed": 0}
     return packed_dataset([path], with_an_end(), **options)
@@ -172,6 +183,19 @@ INPUTS = [
     Wrong("a pattern without a file", lambda path: load_documents([path / "*.txt"]), "text", "matches no file", "give a file"),
     Wrong("text in another encoding", text(b"\xff\xfe\x00", "a.txt"), "a.txt", "no text in UTF-8", "convert it"),
     Wrong("one file of many in another encoding", one_of_many, "7.txt is", "no text in UTF-8", "leave it out"),
+    Wrong("a stream in another encoding", streamed(b"\x92", "{}.txt"), "2.txt is", "no text in UTF-8", "leave it out"),
+    Wrong(
+        "a stream of JSON lines in another encoding",
+        streamed(b'{"text": "\x92"}\n', "{}.jsonl"), "2.jsonl is", "no text in UTF-8", "convert it",
+    ),
+    Wrong(
+        "a stream of no JSON",
+        streamed('{"text": "a"}\n{"text": \n', "{}.jsonl"), "2.jsonl cannot", "read as json", "one object a line",
+    ),
+    Wrong(
+        "JSON lines in another encoding",
+        text(b'{"text": "\x92"}\n', "a.jsonl"), "a.jsonl is", "no text in UTF-8", "convert it",
+    ),
     Wrong(
         "JSON lines of no JSON",
         text('{"text": "a"}\n{"text": \n', "a.jsonl"), "a.jsonl", "cannot be read as json", "one object a line",
