@@ -160,5 +160,5 @@ def parse_tokens(text: str) -> int:
     except (ValueError, OverflowError):  # no number, or infinity
         tokens = 0
     if tokens < 1:
-        raise SparseRingError(f"plan: {text!r} is no number of tokens; write 131072, 128K or 1M")
+        raise SparseRingError(f"tokens: {text!r} is no number of tokens; write 131072, 128K or 1M")
     return tokens
