@@ -38,6 +38,7 @@ from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
 from ds_sparse_ring.integrations.memory import check_memory
+from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.run_job import run_job
@@ -220,6 +221,7 @@ class SparseRingMixin(_Base):
         sequence: Sequence = inputs[NAME]
         if self._compare_batch:
             check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_words(sequence.highest_word, base_model_of(self._model()).get_input_embeddings())
             self._check_memory(sequence)
             self._write(
                 {"event": "start", "step": self.state.global_step, "steps": self.state.max_steps, **self._what_runs(sequence)}

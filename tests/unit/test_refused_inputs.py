@@ -77,6 +77,13 @@ def words_beyond_the_model(_: Path) -> None:
     model(**owner.sequence_batch({"input_ids": TOKENS + 63}))
 
 
+def words_beyond_the_model_of_a_script(_: Path) -> None:
+    run: Any = Pretraining.__new__(Pretraining)
+    run.args, run.ring, run.device = PretrainArguments("ds.json"), ring(), torch.device("cpu")
+    run.engine = SimpleNamespace(module=tiny_model(), basic_optimizer=None, config={})
+    run.check_first_batch(run.ring.sequence_batch({"input_ids": TOKENS + 63})["sparse_ring"])
+
+
 def of_another_ring(_: Path) -> None:
     ring(layout="zigzag").bind(ring().sequence_batch({"input_ids": TOKENS})["sparse_ring"])
 
@@ -160,6 +167,10 @@ INPUTS = [
         batch(cu_seq_lens_q=torch.tensor([0, 8])), "batch", "cu_seq_lens_q", "return_position_ids=True",
     ),
     Wrong("words beyond the model's", words_beyond_the_model, "batch", "is 64, and the model has 64 words", "use the tokenizer"),
+    Wrong(
+        "words beyond the model's in the first batch of a script",
+        words_beyond_the_model_of_a_script, "batch", "is 64, and the model has 64 words", "use the tokenizer",
+    ),
     Wrong("a batch of another ring", of_another_ring, "batch", "'striped'", "shard it with the collator of the ring"),
     Wrong("labels in one batch only", half_labelled, "count_targets", "batches [1] of 2 have none", "'labels'"),
     Wrong("outputs of another batch", gathered_from_another, "gather", "(1, 9)", "give [1, tokens, ...]"),
