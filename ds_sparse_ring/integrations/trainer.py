@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset as ArrowDataset
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -244,7 +243,7 @@ class SparseRingMixin(_Base):
                 zero_stage=0 if engine is None else engine.zero_optimization_stage(),
                 liger=bool(self.args.use_liger_kernel),
             )
-        except ValidationError:
+        except SparseRingError:
             return {"run": {"world": self.ring.axes.world_size, "sparse_ring": self.ring.config.model_dump()}}
         return {"job": job.model_dump()}
 
