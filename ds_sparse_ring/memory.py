@@ -18,6 +18,7 @@ from ds_sparse_ring.config import FixedSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
+from ds_sparse_ring.kernels.contract import heads_of_sums
 from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
 from ds_sparse_ring.plan import InnerKind
@@ -234,8 +235,9 @@ def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
 def _attention(job: Job, schedule: Schedule, n: int) -> float:
     """What attention's backward pass adds to q, k, v, output and its log-sum-exp.
 
-    do and dq (summed in fp32 over hops), with Ulysses groups both twice; delta; shards of keys and values and their gradients on
-    the way; keys and values of the columns with their gradients, on a ring also the distinct rows of these.
+    do and dq (summed in fp32 over hops), with Ulysses groups both twice; sums of dq by the CUDA kernels without hops; delta;
+    shards of keys and values and their gradients on the way; keys and values of the columns with their gradients, on a ring also
+    the distinct rows of these.
     """
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
@@ -245,9 +247,12 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     heads, kv_heads = model.num_attention_heads // schedule.ulysses, max(1, model.num_key_value_heads // schedule.ulysses)
     columns = columns_of(job, heads) * 2 * model.head_size * (_BF16 + _FP32)
+    of_kv_head = _FP32 * n * schedule.ulysses * model.head_size * heads // kv_heads
+    apart = not ring and share == 1 and job.config.backend in ("auto", "cuda")
+    sums = of_kv_head * heads_of_sums(kv_heads, of_kv_head) if apart else 0
     if ring:
         columns += rows_of(job, heads, kv_heads) * 2 * model.head_size * _FP32
-    return n * (_BF16 * (elements + buffers * kv) + _FP32 * model.num_attention_heads) + columns
+    return n * (_BF16 * (elements + buffers * kv) + _FP32 * model.num_attention_heads) + columns + sums
 
 
 def _loss(job: Job, n: int) -> float:

@@ -84,14 +84,15 @@ class EmulatedOp:
     def backward(
         self, tables: EmulatedTables, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
         dk: Tensor, dv: Tensor, column_k: Tensor | None, column_v: Tensor | None, d_column_k: Tensor | None,
-        d_column_v: Tensor | None, scale: float, overwrite: bool, spare_multiprocessors: int,
+        d_column_v: Tensor | None, scale: float, overwrite: bool, first_head: int, spare_multiprocessors: int,
     ) -> None:  # fmt: skip
         """See ``backward`` in bindings.cpp."""
         columns = tables.columns if column_k is not None else []
         if overwrite:
             dq.zero_()
         numbers = [q.dtype == torch.float16, q.shape[2], q.shape[0], k.shape[0], tables.q_blocks, tables.k_blocks]
-        numbers += [tables.heads_per_pattern, tables.bits is None, tables.own, tables.base, tables.q_stride, tables.q_start]
+        numbers += [tables.heads_per_pattern, first_head, first_head + dq.shape[0], tables.bits is None, tables.own, tables.base]
+        numbers += [tables.q_stride, tables.q_start]
         numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
         numbers += [tables.segments.data_ptr(), tables.k_segments.data_ptr()]
         numbers += [0 if tables.bits is None else tables.bits.data_ptr()]

@@ -119,6 +119,19 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+SUMS_BYTES = 1 << 30
+"""What a backend takes for fp32 sums of gradients of queries, if the gradients are in half precision: see `heads_of_sums`."""
+
+
+def heads_of_sums(kv_heads: int, nbytes: int) -> int:
+    """For how many key/value heads at a time these sums are made: one at least.
+
+    Args:
+        nbytes: sums of one key/value head, those of all query heads that share it.
+    """
+    return min(kv_heads, max(1, SUMS_BYTES // nbytes))
+
+
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     """Accumulators without any key for queries ``[H, n, D]``: o = 0, lse = -inf."""
     o = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_sparse_ring.index import BlockLists, VerticalSlash
 from ds_sparse_ring.kernels import hop_index
-from ds_sparse_ring.kernels.contract import ColumnKV, Work
+from ds_sparse_ring.kernels.contract import ColumnKV, Work, heads_of_sums
 from ds_sparse_ring.kernels.triton_attention import TritonKernel
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.op_builder import CUDAAttentionBuilder
@@ -84,15 +84,26 @@ class CudaKernel(TritonKernel):
         column_k, column_v = (columns.k, columns.v) if columns is not None else (None, None)
         d_column_k, d_column_v = (d_columns.k, d_columns.v) if d_columns is not None else (None, None)
         tables = self._tables(work, q.shape[1] // BLOCK, k.shape[1] // BLOCK, q.device, columns is not None)
-        sums = dq
-        if dq.dtype != torch.float32:
-            sums = torch.empty(dq.shape, dtype=torch.float32, device=dq.device) if overwrite else dq.float()
-        self._op.backward(
-            tables, q, k, v, do.to(q.dtype), lse.float().contiguous(), delta.float().contiguous(), sums, dk, dv,
-            column_k, column_v, d_column_k, d_column_v, work.scale, overwrite, self._spare,
-        )  # fmt: skip
-        if sums is not dq:
-            dq.copy_(sums)
+        do, lse, delta = do.to(q.dtype), lse.float().contiguous(), delta.float().contiguous()
+
+        def add(sums: Tensor, first_head: int, overwrite: bool) -> None:
+            self._op.backward(
+                tables, q, k, v, do, lse, delta, sums, dk, dv,
+                column_k, column_v, d_column_k, d_column_v, work.scale, overwrite, first_head, self._spare,
+            )  # fmt: skip
+
+        if dq.dtype == torch.float32:
+            return add(dq, 0, overwrite)
+        heads, group = q.shape[0], q.shape[0] // k.shape[0]
+        step = group * heads_of_sums(k.shape[0], 4 * group * q[0].numel())
+        sums = torch.empty((min(step, heads), *q.shape[1:]), dtype=torch.float32, device=q.device)
+        for first in range(0, heads, step):
+            of_call = dq[first : first + step]
+            part = sums[: len(of_call)]
+            if not overwrite:
+                part.copy_(of_call)
+            add(part, first, overwrite)
+            of_call.copy_(part)
 
     def _tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
         """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""

@@ -118,7 +118,7 @@ extern "C" const char* emulated_backward(const int64_t* given, double scale) {
   Numbers x{given};
   int element;
   x.into(element), x.into(p.head_size), x.into(p.heads), x.into(p.kv_heads), x.into(p.q_blocks), x.into(p.k_blocks);
-  x.into(p.heads_per_pattern);
+  x.into(p.heads_per_pattern), x.into(p.first_head), x.into(p.last_head);
   p.element = static_cast<Element>(element);
   x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
   x.into(t.column_words), x.into(t.segments), x.into(p.k_segments), x.into(t.bits);
@@ -128,11 +128,13 @@ extern "C" const char* emulated_backward(const int64_t* given, double scale) {
   x.into(p.dk), x.into(p.dk_head), x.into(p.dk_row), x.into(p.dv), x.into(p.dv_head), x.into(p.dv_row);
   x.into(p.d_column_k), x.into(p.d_column_v);
   const int64_t q_rows = int64_t{p.q_blocks} * kBlock, k_rows = int64_t{p.k_blocks} * kBlock;
-  a.q = take_map(x, q_rows, p.heads), a.d_o = take_map(x, q_rows, p.heads), a.dq = take_map(x, q_rows, p.heads);
+  a.q = take_map(x, q_rows, p.heads), a.d_o = take_map(x, q_rows, p.heads), a.dq = take_map(x, q_rows, p.last_head - p.first_head);
   a.k = take_map(x, k_rows, p.kv_heads), a.v = take_map(x, k_rows, p.kv_heads);
   a.column_k = take_map(x, p.columns, 1), a.column_v = take_map(x, p.columns, 1);
   p.scale = static_cast<float>(scale), p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
-  int32_t next_tile[2] = {0, 0};
+  p.log2_scale = static_cast<float>(log2(scale));
+  int32_t next_tile[kCounters] = {};
+  p.column_parts = column_parts_of(p, 132);
   p.next_tile = next_tile;
   backward_arguments = &a;
   if (p.element == kBfloat16)

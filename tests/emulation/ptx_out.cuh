@@ -30,6 +30,15 @@ inline void sync_warps(uint32_t id, int threads) {
   }
 }
 
+inline void arrive_warps(uint32_t id, int threads) {
+  if (id < 1 || id > 15) emulation::fail("no such barrier", id);
+  NamedBarrier& b = named_barriers[id];
+  if (++b.arrived == threads) {
+    b.arrived = 0;
+    ++b.round;
+  }
+}
+
 template <class T>
 T load_shared(uint32_t address) {
   T x;
@@ -57,6 +66,12 @@ inline void copy_bytes(uint32_t into, const void* from, uint32_t bytes, uint32_t
     b.bytes -= bytes;
     b.settle();
   }});
+}
+
+inline void add_pair(float* to, float x, float y) {
+  if (reinterpret_cast<uintptr_t>(to) % 8) emulation::fail("an addition that is not aligned", 0);
+  to[0] += x;
+  to[1] += y;
 }
 
 inline int additions[emulation::kThreads];  // of a thread, on their way

@@ -162,6 +162,12 @@ inline int atomicAdd(int32_t* at, int by) {
   return old;
 }
 
+inline int atomicMax(int32_t* at, int with) {
+  const int old = *at;
+  if (with > old) *at = with;
+  return old;
+}
+
 struct float2 {
   float x, y;
 };

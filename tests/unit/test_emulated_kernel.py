@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_sparse_ring.index import Index
-from ds_sparse_ring.kernels import ColumnKV, Kernel, Work
+from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, contract
 from ds_sparse_ring.kernels.contract import empty_result
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
 from ds_sparse_ring.layout import BLOCK, BlockMap
@@ -162,3 +162,33 @@ def test_gradients_are_overwritten_and_added(
                     error, size = (x.double() - same).square().sum(), same.square().sum()
                     assert error <= (2 * ERROR[dtype]) ** 2 * size + 1e-8
     assert kernel._op.calls == calls + 2 * ranks**2, "Triton's kernel was called instead"
+
+
+@pytest.mark.parametrize(("shared", "overwrite"), [(2, True), (8, False)])
+def test_gradients_of_queries_in_half_precision_are_summed_for_some_heads_at_a_time(
+    kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, shared: int, overwrite: bool
+) -> None:
+    sequence, scale = make_sequence([130, 140]), 64**-0.5
+    index = make_index("vertical-slash" if shared == 2 else "full", sequence, 8 // shared, shared)
+    q, k, v = (x.to(torch.float16) for x in global_qkv(sequence, 8, 4, 64))
+    do, work = make_gradient(q), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
+    o, lse = exact(q, k, v, index, scale)
+    lse, delta = lse.float(), (do.double() * o).sum(-1).float()
+    columns = column_kv(k, v, index, 8) if shared == 2 else None
+
+    def gradients_of(sums_of_heads: int) -> tuple[list[torch.Tensor], int]:
+        monkeypatch.setattr(contract, "SUMS_BYTES", sums_of_heads * 2 * q[0].numel() * 4)
+        before, dq = kernel._op.calls, torch.ones_like(q)
+        dk, dv = (torch.zeros(x.shape) for x in (k, v))
+        d_columns = None if columns is None else ColumnKV(torch.zeros(columns.k.shape), torch.zeros(columns.v.shape))
+        kernel.backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
+        return [dq, dk, dv, *([] if d_columns is None else [d_columns.k, d_columns.v])], kernel._op.calls - before
+
+    expected, calls = gradients_of(4)
+    assert calls == 1
+    for heads, parts in ((3, 2), (0, 4)):
+        got, calls = gradients_of(heads)
+        assert calls == parts
+        for x, same in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, same, rtol=1e-3, atol=1e-3)
+            assert x.dtype == same.dtype and same.abs().sum() > 0

@@ -61,12 +61,19 @@ def test_measured_steps_of_chunked_layers_are_reproduced(
     """Of docs/measurements.md, too; a step_s of None: only the first one was measured, in which host memory is pinned."""
     chosen = {"kind": "full"} if selector is None else {"kind": "fixed", **selector}
     offload = {"host_gib": 100, "device_gib": 40 if tokens > 262144 else 0}
-    section = {"selector": chosen, "segment_tokens": 16384, "layer_chunk_tokens": 16384, "offload": offload}
+    section = {"selector": chosen, "segment_tokens": 16384, "layer_chunk_tokens": 16384, "offload": offload, "backend": "triton"}
     config = SparseRingConfig.model_validate(section)
     e = estimate(replace(_job(world, tokens, config, *shares), zero_stage=3, liger=liger), Schedule())
     assert attention_s is None or e.attention_ms - 36 * e.index_ms == pytest.approx(1e3 * attention_s, rel=0.1)
     assert step_s is None or e.step_ms == pytest.approx(1e3 * step_s, rel=0.1)
     assert e.memory.device == pytest.approx(memory_gib * 2**30, rel=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(524288, 2), (1048576, 4)])  # of one KV head
+def test_sums_of_query_gradients_are_counted_where_the_cuda_kernels_make_them(tokens: int, gib: float) -> None:
+    chunked = FULL.model_copy(update={"layer_chunk_tokens": 16384})  # attention, not an MLP, needs most
+    cuda, triton = (memory_of(_job(1, tokens, chunked.model_copy(update={"backend": x})), Schedule()) for x in ("cuda", "triton"))
+    assert cuda.device - triton.device == gib * 2**30
 
 
 def test_the_fixed_selector_says_how_many_columns_memory_must_hold() -> None:

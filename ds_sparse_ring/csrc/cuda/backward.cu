@@ -38,9 +38,10 @@ bool encode_map(EncodeTiled encode, CUtensorMap* map, CUtensorMapDataType type, 
 cudaError_t zero_queries(const BackwardProblem& p, cudaStream_t stream) {
   const size_t row = p.head_size * sizeof(float), rows = size_t(p.q_blocks) * kBlock;
   const bool dense = p.dq_row == p.head_size;
-  if (dense && (p.heads == 1 || p.dq_head == static_cast<int64_t>(rows) * p.head_size))
-    return cudaMemsetAsync(p.dq, 0, p.heads * rows * row, stream);
-  for (int head = 0; head < p.heads; ++head) {
+  const int heads = p.last_head - p.first_head;
+  if (dense && (heads == 1 || p.dq_head == static_cast<int64_t>(rows) * p.head_size))
+    return cudaMemsetAsync(p.dq, 0, heads * rows * row, stream);
+  for (int head = 0; head < heads; ++head) {
     float* dq = p.dq + head * p.dq_head;
     const cudaError_t error = dense ? cudaMemsetAsync(dq, 0, rows * row, stream)
                                     : cudaMemset2DAsync(dq, p.dq_row * sizeof(float), 0, row, rows, stream);
@@ -58,7 +59,8 @@ bool encode_maps(EncodeTiled encode, BackwardArguments& a) {
                        encode_map(encode, &a.d_o, type, dims, p.d_o, q_rows, p.do_row, p.heads, p.do_head) &&
                        encode_map(encode, &a.k, type, dims, p.k, k_rows, p.k_row, p.kv_heads, p.k_head) &&
                        encode_map(encode, &a.v, type, dims, p.v, k_rows, p.v_row, p.kv_heads, p.v_head) &&
-                       encode_map(encode, &a.dq, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, dims, p.dq, q_rows, p.dq_row, p.heads, p.dq_head);
+                       encode_map(encode, &a.dq, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, dims, p.dq, q_rows, p.dq_row, p.last_head - p.first_head,
+                                  p.dq_head);
   if (p.columns > 0)
     return encoded &&
            encode_map(encode, &a.column_k, type, dims, p.column_k, p.columns, p.column_k_row, 1, p.columns * p.column_k_row) &&
@@ -72,14 +74,18 @@ bool encode_maps(EncodeTiled encode, BackwardArguments& a) {
 
 cudaError_t launch_backward(const BackwardProblem& p, int multiprocessors, cudaStream_t stream) {
   if (p.heads % p.kv_heads) return cudaErrorInvalidValue;
+  const int group = p.heads / p.kv_heads;
+  if (p.first_head < 0 || p.last_head <= p.first_head || p.last_head > p.heads || p.first_head % group || p.last_head % group)
+    return cudaErrorInvalidValue;
   static const Encoder encoder = find_encoder();
   if (encoder.error != cudaSuccess) return encoder.error;
   BackwardArguments a;
   a.problem = p;
   if (!encode_maps(encoder.encode, a)) return cudaErrorInvalidValue;
-  cudaError_t error = cudaMemsetAsync(p.next_tile, 0, 2 * sizeof(int32_t), stream);
+  cudaError_t error = cudaMemsetAsync(p.next_tile, 0, kCounters * sizeof(int32_t), stream);
   if (error == cudaSuccess && p.overwrite_dq) error = zero_queries(p, stream);
   if (error != cudaSuccess) return error;
+  a.problem.column_parts = column_parts_of(a.problem, multiprocessors);
   const int tiles = key_tiles(a.problem), blocks = tiles < multiprocessors ? tiles : multiprocessors;
   if (p.element == kBfloat16 && p.head_size == 128) return launch_backward<kBfloat16, 128>(a, blocks, stream);
   if (p.element == kBfloat16 && p.head_size == 64) return launch_backward<kBfloat16, 64>(a, blocks, stream);

@@ -23,6 +23,8 @@ template <Element kElement, int kDims>
 struct QueryConsumer {
   using Memory = BackwardMemory<kDims>;
   static constexpr int kSums = kDims / 2;  // of a thread, for keys or values
+  // Probabilities carry the softmax scale, so that no sum has to be multiplied with it. Small ones would lose digits in float16.
+  static constexpr bool kScaled = kElement == kBfloat16;
 
   const BackwardArguments& a;
   const Memory& memory;
@@ -85,12 +87,12 @@ struct QueryConsumer {
 
   // raw scores -> probabilities, in place. A row without any key has only masked scores, whatever its lse.
   __device__ __forceinline__ void probabilities(float (&s)[32]) const {
-    const float scale = a.problem.scale_log2;
+    const float scale = a.problem.scale_log2, carried = kScaled ? a.problem.log2_scale : 0.0f;
     const uint32_t lse = memory.lse(place.stage) + 8 * (thread_now() % 4);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 row = load_pair(lse + 32 * j);
-      const float x = fminf(row.x * -kLog2E, kHuge), y = fminf(row.y * -kLog2E, kHuge);
+      const float x = fminf(fmaf(row.x, -kLog2E, carried), kHuge), y = fminf(fmaf(row.y, -kLog2E, carried), kHuge);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         s[4 * j + 2 * r] = exp2_fast(fmaf(s[4 * j + 2 * r], scale, x));
@@ -121,26 +123,40 @@ struct QueryConsumer {
     fence_async();
   }
 
-  // dq^T [64 dims of `dims`, 64 queries] on its way to global memory. Two warps share a box of 32 dims.
-  __device__ __forceinline__ void add_queries(const float (&x)[32], uint32_t stage, int dims) const {
+  // the box that this warp shares with another one is free
+  __device__ __forceinline__ void await_sum_box() const {
+    const uint32_t thread = thread_now();
+    if (thread % 64 == 0) wait_added_read();
+    sync_warps(thread / 64 - 1, 64);
+  }
+
+  struct QueryBlock {
+    uint32_t block, head;
+  };
+  __device__ __forceinline__ QueryBlock query_block(uint32_t stage) const {
+    return {load_word(memory.note(stage) + kNoteBlock), load_word(memory.note(stage) + kNoteHead)};
+  }
+
+  // dq^T [64 dims of `dims`, 64 queries] on its way to global memory. Two warps share a box of 32 dims; `alone`: no other half
+  // reads these queries.
+  __device__ __forceinline__ void add_queries(const float (&x)[32], QueryBlock to, int dims, bool alone) const {
     const uint32_t thread = thread_now(), lane = thread % 32, warp = thread % 128 / 32, pair = warp / 2, wg = thread / 128 - 1;
-    const bool leader = thread % 64 == 0;
     const uint32_t box = memory.sum_box(wg, pair);
     const uint32_t dim = 16 * (warp % 2) + lane / 4, query = 2 * (lane % 4);
     const uint32_t at = box + query * 128 + ((dim / 4 ^ query) << 4) + dim % 4 * 4;
-    const float scale = a.problem.scale;
-    if (leader) wait_added_read();
-    sync_warps(1 + 2 * wg + pair, 64);
+    const float scale = kScaled ? 1.0f : a.problem.scale;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i)  // 8 dims further is 2 units, the next query a row and another swizzle
         store_float((at ^ (i / 2 * 32) ^ (i % 2 * 16)) + i % 2 * 128 + j * 1024, x[4 * j + i] * scale);
     fence_async();
-    sync_warps(1 + 2 * wg + pair, 64);
-    if (leader)
-      add_box(&a.dq, box, 64 * dims + 32 * pair, load_word(memory.note(stage) + kNoteBlock) * kBlock,
-              load_word(memory.note(stage) + kNoteHead));
+    if (!alone && warp % 2) return arrive_warps(7 + 2 * wg + pair, 64);
+    if (alone)  // and no warp stores its next weights while another one's product reads these: only shared ones have a barrier
+      sync_warps(5 + wg, 128);
+    else
+      sync_warps(7 + 2 * wg + pair, 64);
+    if (thread % 64 == 0) add_box(&a.dq, box, 64 * dims + 32 * pair, to.block * kBlock, to.head);
   }
 
   __device__ __forceinline__ void issue_scores(float (&s)[32], uint32_t h) const {
@@ -202,11 +218,13 @@ struct QueryConsumer {
       product_over_keys<kElement>(x, memory.k_tile(1) + dims * kBoxBytes, memory.weights_box(slot, 1), true);
       products_commit();
       issue_scores(s, h);
+      const QueryBlock to = query_block(stage);
+      await_sum_box();
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
       arrive(memory.weights_free + 8 * slot);
-      add_queries(x, stage, dims);
       release(stage);
+      add_queries(x, to, dims, false);
       products_wait<0>();
       pin(s);
     } else if (shared) {  // the other half makes all dims
@@ -226,9 +244,10 @@ struct QueryConsumer {
       }
       issue_keys(dk, weights, stage);
       if constexpr (kDims == 128) {
+        await_sum_box();
         products_wait<1>();
         pin(x);
-        add_queries(x, stage, 0);
+        add_queries(x, query_block(stage), 0, true);
       }
       constexpr uint32_t kLast = kDims / 64 - 1;
       pin(x);
@@ -236,10 +255,12 @@ struct QueryConsumer {
       product_over_keys<kElement>(x, memory.k_tile(h) + kLast * kBoxBytes, memory.weights_box(slot, h), false);
       products_commit();
       issue_scores(s, h);
+      const QueryBlock to = query_block(stage);
+      await_sum_box();
       products_wait<1>();
       pin(x), pin(dk), pin(weights);
-      add_queries(x, stage, kLast);
       release(stage);
+      add_queries(x, to, kLast, true);
       products_wait<0>();
       pin(s);
     }
@@ -276,7 +297,10 @@ struct QueryConsumer {
       barrier_wait(memory.keys_full, keys_phase, 0x500);
       keys_phase ^= 1;
       float dk[kSums], dv[kSums];
-      if (attend(dk, dv)) add_key_gradients(a.problem, key_tile_of(a.problem, number), half(), dk, dv);
+      const float scale = a.problem.scale;
+      if (attend(dk, dv))
+        add_key_gradients(a.problem, key_tile_of(a.problem, number), half(), dk, kScaled ? 1.0f : scale, dv,
+                          kScaled ? 1.0f / scale : 1.0f);
     }
     wait_added();
   }

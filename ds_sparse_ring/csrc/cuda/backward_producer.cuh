@@ -60,7 +60,8 @@ struct QueryProducer {
     if (leader) {
       const BackwardProblem& p = a.problem;
       const uint32_t note = memory.note(place.stage);
-      store_word(note + kNoteFlags, flags), store_word(note + kNoteHead, head), store_word(note + kNoteBlock, block);
+      store_word(note + kNoteFlags, flags);
+      store_word(note + kNoteHead, head - p.first_head), store_word(note + kNoteBlock, block);
       if (mask) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) store_word(note + kNoteMask + 4 * i, mask[i / 2][i % 2]);
@@ -81,12 +82,24 @@ struct QueryProducer {
   }
 
   __device__ __forceinline__ void push_columns(int number, const KeyTile& tile) {
+    const BackwardProblem& p = a.problem;
+    const int pattern = tile.row % p.tables.patterns, segment = tile.row / p.tables.patterns;
+    const int first = max(pattern * p.heads_per_pattern, p.first_head);
+    const int heads = min((pattern + 1) * p.heads_per_pattern, p.last_head) - first;
+    const int from = p.tables.segments[3 * segment], blocks = p.tables.segments[3 * segment + 1] - from;
+    if (heads <= 0 || blocks <= 0) return;
     push_keys(number, &a.column_k, &a.column_v, static_cast<int>(tile.first), 0);
-    const int group = a.problem.heads_per_pattern, first = tile.row % a.problem.tables.patterns * group;
-    for (int head = first; head < first + group; ++head)
-      for_each_column_reader(a.problem, tile, [&](int block, uint32_t flags, const uint32_t (&mask)[2][2]) {
-        push_queries(head, block, flags, mask);
+    // Sums have no order: begin where another block is that reads the same queries, so that both find them in L2.
+    volatile int32_t* meeting = p.next_tile + 2 + tile.row % kMeetings;
+    const int place = __shfl_sync(kAllLanes, *meeting, 0), block = from + place % blocks;
+    int head = place / blocks % heads;
+    for (int i = 0; i < heads; ++i) {
+      for_each_column_reader(p, tile, block, [&](int query, uint32_t flags, const uint32_t (&mask)[2][2]) {
+        if (leader) *meeting = head * blocks + query - from;
+        push_queries(first + head, query, flags, mask);
       });
+      if (++head == heads) head = 0;
+    }
   }
 
   __device__ __forceinline__ void push_blocks(int number, const KeyTile& tile) {
@@ -96,15 +109,18 @@ struct QueryProducer {
     const int from = min(p.k_segments[2 * tile.key], p.k_segments[2 * last]);
     const int to = max(p.k_segments[2 * tile.key + 1], p.k_segments[2 * last + 1]);
     const int group = p.heads / p.kv_heads, chunks = (to - from) * group;
-    // Sums have no order: begin where other blocks are, so that all read the same queries while these are in L2.
-    const int meeting = *static_cast<volatile int32_t*>(p.next_tile + 1) - from * group;
-    int chunk = __shfl_sync(kAllLanes, meeting >= 0 && meeting < chunks ? meeting : 0, 0);
+    // Sums have no order: begin where the block is that has come farthest, so that all read the same queries while L2 has them.
+    const int skipped = from * group;
+    int place = __shfl_sync(kAllLanes, *static_cast<volatile int32_t*>(p.next_tile + 1), 0);
+    int chunk = place % max(to * group, 1) - skipped;
+    if (chunk < 0) place -= chunk, chunk = 0;
     for (int i = 0; i < chunks; ++i) {
-      if (leader) *static_cast<volatile int32_t*>(p.next_tile + 1) = from * group + chunk;
+      if (leader) atomicMax(p.next_tile + 1, place);
       const int head = tile.kv_head * group + chunk % group;
       for_each_reader(p, tile.key, from + chunk / group, head / p.heads_per_pattern,
                       [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); });
-      if (++chunk == chunks) chunk = 0;
+      ++place;
+      if (++chunk == chunks) chunk = 0, place += skipped;
     }
   }
 

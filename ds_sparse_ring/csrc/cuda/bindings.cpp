@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -155,7 +156,7 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
               const Tensor& lse, const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv,
               const std::optional<Tensor>& column_k_given, const std::optional<Tensor>& column_v_given,
               const std::optional<Tensor>& d_column_k, const std::optional<Tensor>& d_column_v, double scale, bool overwrite,
-              int spare_multiprocessors) {
+              int first_head, int spare_multiprocessors) {
   const at::Device device = q_given.device();
   TORCH_CHECK(device.is_cuda() && q_given.dim() == 3 && k_given.dim() == 3, "backward: tensors [heads, rows, dims] on a GPU");
   const int64_t heads = q_given.size(0), kv_heads = k_given.size(0), dims = q_given.size(2);
@@ -165,6 +166,7 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
   TORCH_CHECK((dims == 64 || dims == 128) && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_rows > 0 && k_rows > 0,
               "backward: head size 64 or 128 and heads that share keys evenly were expected, got ", q_given.sizes(), " and ",
               k_given.sizes());
+  TORCH_CHECK(scale > 0, "backward: a positive softmax scale was expected, got ", scale);
   TORCH_CHECK(index.tables.patterns * index.heads_per_pattern == heads, "backward: the index is for ",
               index.tables.patterns * index.heads_per_pattern, " heads, q has ", heads);
   check(q_given, "q", {heads, q_rows, dims}, type, device);
@@ -173,7 +175,10 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
   check(v_given, "v", {kv_heads, k_rows, dims}, type, device);
   check_sums(lse, "lse", {heads, q_rows}, device, 4);
   check_sums(delta, "delta", {heads, q_rows}, device, 4);
-  check_sums(dq, "dq", {heads, q_rows, dims}, device, 4);
+  const int64_t group = heads / kv_heads, of_call = dq.dim() == 3 ? dq.size(0) : 0;
+  TORCH_CHECK(of_call > 0 && of_call % group == 0 && first_head >= 0 && first_head % group == 0 && first_head + of_call <= heads,
+              "backward: dq is for heads of whole key/value heads, got ", dq.sizes(), " from head ", first_head, " of ", heads);
+  check_sums(dq, "dq", {of_call, q_rows, dims}, device, 4);
   check_sums(dk, "dk", {kv_heads, k_rows, dims}, device, 2);
   check_sums(dv, "dv", {kv_heads, k_rows, dims}, device, 2);
 
@@ -206,10 +211,11 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
   }
   p.element = type == at::kHalf ? kFloat16 : kBfloat16, p.head_size = dims;
   p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = index.q_blocks, p.k_blocks = index.k_blocks;
-  p.heads_per_pattern = index.heads_per_pattern;
+  p.heads_per_pattern = index.heads_per_pattern, p.first_head = first_head, p.last_head = first_head + of_call;
   p.scale = static_cast<float>(scale), p.scale_log2 = static_cast<float>(scale * kLog2e);
+  p.log2_scale = static_cast<float>(std::log2(scale));
   p.overwrite_dq = overwrite;
-  const Tensor next_tile = at::empty({2}, dq.options().dtype(at::kInt));
+  const Tensor next_tile = at::empty({kCounters}, dq.options().dtype(at::kInt));
   p.next_tile = next_tile.mutable_data_ptr<int32_t>();
   int multiprocessors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device.index());

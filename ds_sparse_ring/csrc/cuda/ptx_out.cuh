@@ -21,6 +21,11 @@ __device__ __forceinline__ void sync_warps(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// one of the other warps of a sync_warps, which does not wait itself
+__device__ __forceinline__ void arrive_warps(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ float2 load_pair(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
@@ -53,6 +58,11 @@ __device__ __forceinline__ void copy_bytes(uint32_t into, const void* from, uint
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(into),
                "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// adds two floats to 8 bytes of global memory
+__device__ __forceinline__ void add_pair(float* to, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "f"(x), "f"(y) : "memory");
 }
 
 // adds a box in shared memory to a tensor [heads, rows, head size]; complete once `added` says so

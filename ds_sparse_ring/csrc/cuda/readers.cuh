@@ -15,24 +15,36 @@ namespace ds_sparse_ring {
 constexpr int kTileColumns = 128;
 constexpr int kBehindAll = 1 << 30;
 
-// Tiles are handed out by a counter: columns first, then one key/value head after the other, early (long) key blocks first, so
-// that what is handed out last is short.
+// Tiles are handed out by a counter: columns first, one part of the queries after the other, then one key/value head after the
+// other, early (long) key blocks first, so that what is handed out last is short.
 struct KeyTile {
   bool columns;
   int kv_head, key;       // blocks: two key blocks from `key`
   int row;                // columns: segment * P + pattern, -1: no tile
   int64_t first;          // columns: the first one
   int count;              // columns: of the row, from the first one
+  int part;               // columns: of the queries
 };
 
 __host__ __device__ inline int key_pairs(const BackwardProblem& p) { return (p.k_blocks + 1) / 2; }
-__host__ __device__ inline int key_tiles(const BackwardProblem& p) { return p.column_tiles + p.kv_heads * key_pairs(p); }
+__host__ __device__ inline int key_tiles(const BackwardProblem& p) {
+  return p.column_tiles * p.column_parts + (p.last_head - p.first_head) / (p.heads / p.kv_heads) * key_pairs(p);
+}
+
+// Few tiles of columns, each with all queries of a segment, would last as long as one of them: 8 a multiprocessor at least.
+inline int column_parts_of(const BackwardProblem& p, int multiprocessors) {
+  const int parts = 8 * multiprocessors / (p.column_tiles > 0 ? p.column_tiles : 1) + 1;
+  return parts < 8 ? parts : 8;
+}
 
 __device__ __forceinline__ KeyTile key_tile_of(const BackwardProblem& p, int number) {
   KeyTile tile;
-  tile.columns = number < p.column_tiles;
-  tile.kv_head = 0, tile.key = 0, tile.row = 0, tile.first = 0, tile.count = 0;
+  const int column_tiles = p.column_tiles * p.column_parts;
+  tile.columns = number < column_tiles;
+  tile.kv_head = 0, tile.key = 0, tile.row = 0, tile.first = 0, tile.count = 0, tile.part = 0;
   if (tile.columns) {
+    tile.part = number / p.column_tiles;
+    number -= tile.part * p.column_tiles;
     tile.row = p.column_tile_row[number];
     if (tile.row >= 0) {
       tile.first = p.tables.column_ptr[tile.row] + p.column_tile_begin[number];
@@ -40,8 +52,8 @@ __device__ __forceinline__ KeyTile key_tile_of(const BackwardProblem& p, int num
     }
   } else {
     const int pairs = key_pairs(p);
-    tile.kv_head = (number - p.column_tiles) / pairs;
-    tile.key = (number - p.column_tiles) % pairs * 2;
+    tile.kv_head = p.first_head / (p.heads / p.kv_heads) + (number - column_tiles) / pairs;
+    tile.key = (number - column_tiles) % pairs * 2;
   }
   return tile;
 }
@@ -87,9 +99,10 @@ __device__ __forceinline__ void for_each_reader(const BackwardProblem& p, int ke
   }
 }
 
-// calls use(query block, flags, mask) for each query block that reads one of a tile of columns
+// calls use(query block, flags, mask) for each query block of the tile's part that reads one of its columns, those from `begin` on
+// first
 template <class Use>
-__device__ __forceinline__ void for_each_column_reader(const BackwardProblem& p, const KeyTile& tile, Use use) {
+__device__ __forceinline__ void for_each_column_reader(const BackwardProblem& p, const KeyTile& tile, int begin, Use use) {
   const Tables& t = p.tables;
   const int lane = threadIdx.x % 32, segment = tile.row / t.patterns;
   const int64_t* ids = t.column_ids + tile.first;
@@ -98,10 +111,14 @@ __device__ __forceinline__ void for_each_column_reader(const BackwardProblem& p,
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     block[i] = 32 * i + lane < tile.count ? static_cast<int>(ids[32 * i + lane] / kBlock) : kBehindAll;
-  const int earliest = __shfl_sync(kAllLanes, block[0], 0), end = t.segments[3 * segment + 1];
+  const int earliest = __shfl_sync(kAllLanes, block[0], 0);
+  const int segment_first = t.segments[3 * segment], blocks = t.segments[3 * segment + 1] - segment_first;
   // the first query block behind the tile's earliest column
   const int behind = (max(earliest + 1 - t.q_start, 0) + t.q_stride - 1) / t.q_stride;
-  for (int q = max(t.segments[3 * segment], behind); q < end; ++q) {
+  const int first = max(segment_first + blocks * tile.part / p.column_parts, behind);
+  const int end = segment_first + blocks * (tile.part + 1) / p.column_parts;
+  int q = first <= begin && begin < end ? begin : first;
+  for (int left = end - first; left > 0; --left, q = q + 1 < end ? q + 1 : first) {
     uint32_t mask[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
