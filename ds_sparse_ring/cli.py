@@ -158,7 +158,9 @@ def plan(
     world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 8,
     hardware: Annotated[str, typer.Option(help=_PROFILES)] = "h200",
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
-    columns: Annotated[float, typer.Option(help="Share of all causal pairs that are columns.")] = 0.015,
+    columns: Annotated[
+        float | None, typer.Option(help="Share of all causal pairs that are columns; default: 0.3 x --density.")
+    ] = None,
     liger: Annotated[bool, typer.Option("--liger", help="Norms, rotary embedding and gates by Liger's kernels.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest sequence that fits, in place of --seq.")] = False,

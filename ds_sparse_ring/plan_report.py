@@ -19,6 +19,8 @@ from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
 from ds_sparse_ring.units import GIB
 
+_COLUMNS_OF_DENSITY = 0.3
+
 
 def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     """Estimate every schedule, print them and the fastest one that fits.
@@ -50,7 +52,7 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
         return
     best = min(fitting, key=lambda e: e.step_ms)
     console.print(f"fastest that fits: {_settings(best.schedule)}")
-    console.print(f"its device memory: {_parts(best.memory)}")
+    console.print(f"its device memory: {_total(best.memory)}")
     if timeline is not None:
         try:
             save_trace(best.backward.events, timeline)
@@ -75,7 +77,7 @@ def print_longest(job: Job, title: str) -> None:
     memory = memory_of(replace(job, tokens=tokens), schedule)
     console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {_settings(schedule)}")
     console.print(f"bound by: {'; '.join(reasons)} (at {tokens + MAX_SEQUENCE_UNIT} tokens)")
-    console.print(f"device memory: {_parts(memory)}")
+    console.print(f"device memory: {_total(memory)}")
     console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
     if memory.recomputed:
         console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
@@ -83,15 +85,28 @@ def print_longest(job: Job, title: str) -> None:
 
 
 def read_job(
-    file: Path | None, model: str, tokens: int, world: int, hardware: str, density: float, columns: float, *, liger: bool = False
+    file: Path | None,
+    model: str,
+    tokens: int,
+    world: int,
+    hardware: str,
+    density: float,
+    columns: float | None,
+    *,
+    liger: bool = False,
 ) -> Job:
     """What is to be planned, from a DeepSpeed file (None: the defaults, ZeRO-3) and the command line.
+
+    Args:
+        columns: share of all causal pairs; None: the usual part of ``density``.
 
     Raises:
         SparseRingError: naming what is wrong with which of them.
     """
     config = SparseRingConfig() if file is None else SparseRingConfig.from_deepspeed(file)
     states = {"zero_stage": 3} if file is None else states_of(load_ds_json(file))
+    if columns is None:
+        columns = _COLUMNS_OF_DENSITY * density
     if not 0 <= columns <= density <= 1:
         raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
     share = (1.0, 0.0) if isinstance(config.selector, FullSelector) else (density, columns)
@@ -100,7 +115,7 @@ def read_job(
 
 def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
     console.print(f"no schedule fits the memory; {'; '.join(nearest.memory.misfits(job.hardware))}")
-    console.print(f"device memory: {_parts(nearest.memory)}")
+    console.print(f"on the device, GiB: {', '.join(_parts(nearest.memory))}")
     console.print(f"ways out: {', '.join(_ways_out(job))}. --config FILE plans with the settings of a file")
 
 
@@ -117,10 +132,14 @@ def _ways_out(job: Job) -> list[str]:
     return [way for way, is_left in ways if is_left]
 
 
-def _parts(memory: Memory) -> str:
+def _total(memory: Memory) -> str:
+    return ", ".join([f"{memory.device / GIB:.1f} GiB", *_parts(memory)])
+
+
+def _parts(memory: Memory) -> list[str]:
     """GiB, the largest first."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join([f"{memory.device / GIB:.1f} GiB", *(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)])
+    return [f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts]
 
 
 def _settings(schedule: Schedule) -> str:
@@ -160,5 +179,5 @@ def parse_tokens(text: str) -> int:
     except (ValueError, OverflowError):  # no number, or infinity
         tokens = 0
     if tokens < 1:
-        raise SparseRingError(f"plan: {text!r} is no number of tokens; write 131072, 128K or 1M")
+        raise SparseRingError(f"tokens: {text!r} is no number of tokens; write 131072, 128K or 1M")
     return tokens

@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from datasets import (
     LargeList,
     Value,
     concatenate_datasets,
-    load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
@@ -89,7 +90,7 @@ def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> A
 
     Raises:
         SparseRingError: a path that matches no file, records without these columns, sources that do not go together,
-            MDS shards without the package that reads them.
+            MDS shards without the package that reads them, a file that cannot be read (of a stream: when its turn comes).
     """
     if not paths:
         return _generated(_library_rows, {"python": sys.version}, streaming)
@@ -111,17 +112,37 @@ def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> A
 
 def _read_files(kind: str, files: list[str], streaming: bool, options: dict[str, Any]) -> Any:
     try:
-        return load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
+        builder: Any = load_dataset_builder(kind, data_files=files, **options)
+        builder._generate_tables = partial(_whole_tables, builder, files)
+        if streaming:
+            return builder.as_streaming_dataset(split="train")
+        builder.download_and_prepare()
+        return builder.as_dataset(split="train")
     except (DatasetGenerationError, ValueError, OSError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        if (broken := _not_utf8(files)) is not None:
-            raise SparseRingError(
-                f"text: {broken} is no text in UTF-8 ({reason}): convert it, as iconv does, or leave it out"
-            ) from error
-        raise SparseRingError(
-            f"text: of {files[:3]}{' and others' if files[3:] else ''} one cannot be read as {kind} ({reason}): text must be "
-            "UTF-8, JSON lines one object a line with the same keys"
-        ) from error
+        for known in (error, error.__cause__):
+            if isinstance(known, SparseRingError):
+                raise known from None
+        raise _unreadable(kind, files, error.__cause__ or error) from error
+
+
+def _whole_tables(builder: Any, files: list[str], /, **parts: Any) -> Iterator[Any]:
+    """What a builder of ``datasets`` reads, with the file named that is not text: a stream meets it long after it began."""
+    try:
+        for key, table in type(builder)._generate_tables(builder, **parts):
+            table.validate(full=True)  # JSON and Parquet are read without a look at their text
+            yield key, table
+    except (ValueError, OSError) as error:
+        raise _unreadable(builder.dataset_name, parts.get("base_files", files), error) from error
+
+
+def _unreadable(kind: str, files: Sequence[str], error: BaseException) -> SparseRingError:
+    reason = " ".join(str(error).split())[:200]
+    if (broken := _not_utf8(files)) is not None:
+        return SparseRingError(f"text: {broken} is no text in UTF-8 ({reason}): convert it, as iconv does, or leave it out")
+    of = files[0] if len(files) == 1 else f"of {list(files[:3])}{' and others' if files[3:] else ''} one"
+    return SparseRingError(
+        f"text: {of} cannot be read as {kind} ({reason}): text must be UTF-8, JSON lines one object a line with the same keys"
+    )
 
 
 def _not_utf8(files: Sequence[str]) -> str | None:

@@ -33,6 +33,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
+from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import Work, WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.run_job import run_job
@@ -249,8 +250,9 @@ class Pretraining:
             self.save_model()
 
     def check_first_batch(self, sequence: Any) -> None:
-        """Refuse other ranks' rows, and what cannot fit."""
+        """Refuse other ranks' rows, words that the model lacks, and what cannot fit."""
         check_same_batch(sequence, self.ring.axes, self.device)
+        check_words(sequence.highest_word, base_model_of(self.engine.module).get_input_embeddings())
         tile, engine = self.args.loss_tile_tokens or sequence.tokens, self.engine
         check_memory(engine.module, engine.basic_optimizer, self.ring, engine.config, sequence, tile)
 

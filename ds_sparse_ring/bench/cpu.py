@@ -24,6 +24,7 @@ from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash, causal_cost, cost
 from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, get_kernel
 from ds_sparse_ring.layout import BlockMap
+from ds_sparse_ring.plan_report import parse_tokens
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
 
@@ -42,26 +43,27 @@ PATTERNS = [  # name, density, density by columns (None: all but the forced diag
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Tokens of the sequence.")] = 8192,
+    tokens: Annotated[str, typer.Option(help="Tokens of the sequence, 8K for example.")] = "8K",
     threads: Annotated[int, typer.Option(help="Threads of PyTorch and of the kernels.")] = 2,
     rounds: Annotated[int, typer.Option(help="Timed rounds; figures are medians.")] = 5,
     backend: Annotated[str, typer.Option(help="Backend to measure.")] = "cpu",
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("runs/bench_cpu.json"),
 ) -> None:
     """Print a Markdown table and write it as JSON."""
+    length = parse_tokens(tokens)
     torch.set_num_threads(threads)
-    kernel, case = get_kernel(backend), _Case(tokens)
+    kernel, case = get_kernel(backend), _Case(length)
     rows = [case.measure(kernel, *pattern, rounds) for pattern in PATTERNS]
     selection = case.selection_seconds(rounds)
     fields = {
         "threads": threads,
-        "shape": {"tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": "float32"},
+        "shape": {"tokens": length, "heads": HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "dtype": "float32"},
         "rounds": rounds,
         "selection_s": selection,
         "rows": rows,
     }
     write_result(output, "cpu", fields)
-    print(f"{device_name('cpu')}, {threads} threads, torch {torch.__version__}; S {tokens}, {HEADS} query and {KV_HEADS} KV "
+    print(f"{device_name('cpu')}, {threads} threads, torch {torch.__version__}; S {length}, {HEADS} query and {KV_HEADS} KV "
           f"heads, head size {HEAD_SIZE}, fp32, segments of {SEGMENT_TOKENS}; median of {rounds}")  # fmt: skip
     print("| pattern | density | forward ms | backward ms | dense fwd + bwd ms | Gpairs/s | dense Gpairs/s | ratio |")
     print("|---|---|---|---|---|---|---|---|")
@@ -69,7 +71,7 @@ def main(
         print(f"| {r['pattern']} | {r['density']:.3f} | {1e3 * r['forward_s']:.0f} | {1e3 * r['backward_s']:.0f} | "
               f"{1e3 * r['dense_s']:.0f} | {r['pairs_per_s'] / 1e9:.2f} | {r['dense_pairs_per_s'] / 1e9:.2f} | "
               f"{r['ratio']:.2f} |")  # fmt: skip
-    print(f"selection by price, {tokens // SEGMENT_TOKENS} segments: {1e3 * selection:.0f} ms")
+    print(f"selection by price, {length // SEGMENT_TOKENS} segments: {1e3 * selection:.0f} ms")
 
 
 class _Case:

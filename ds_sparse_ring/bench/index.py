@@ -19,26 +19,28 @@ import torch
 import typer
 from torch import Tensor
 
+from ds_sparse_ring.bench.options import chosen_device, tokens_or_none
 from ds_sparse_ring.bench.result import device_name, write_result
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import VerticalSlash
+from ds_sparse_ring.plan_report import parse_tokens
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.units import MIB
 
-TOKENS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19]
-SEGMENTS = [1024, 2048, 4096, 8192, 16384, 0]
+TOKENS = ["16K", "32K", "64K", "128K", "256K", "512K"]
+SEGMENTS = ["1K", "2K", "4K", "8K", "16K", "0"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WARM_UP = 3
 _QUEUED = 8192  # rows of a square matrix product, which takes longer than the launches of a selection
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(help="Tokens of the sequence; may be repeated.")] = TOKENS,
+    tokens: Annotated[list[str], typer.Option(help="Tokens of the sequence, 64K for example; may be repeated.")] = TOKENS,
     segment_tokens: Annotated[
-        list[int], typer.Option(help="Tokens of a segment, 0 for one segment; may be repeated.")
+        list[str], typer.Option(help="Tokens of a segment, 0 for one segment; may be repeated.")
     ] = SEGMENTS,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
@@ -50,7 +52,7 @@ def main(
     recorded: Annotated[Path | None, typer.Option(help='File of torch.save({"q": [H, n, D], "k": [K, n, D]}).')] = None,
     attention_ms: Annotated[list[float] | None, typer.Option(help="Measured attention, one per --tokens; ms.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 10,
-    device: Annotated[str, typer.Option(help="cuda or cpu; left out, the GPU if there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; the CPU only if it is given.")] = "",
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("runs/bench_index.json"),
 ) -> None:
     """Print a Markdown table and write it as JSON."""
@@ -58,12 +60,13 @@ def main(
         raise typer.BadParameter(f"--attention-ms: {len(attention_ms)} values for {len(tokens)} lengths; give one for each")
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"--dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
-    shape = _Shape(heads, kv_heads, head_size, _DTYPES[dtype], device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shape = _Shape(heads, kv_heads, head_size, _DTYPES[dtype], str(chosen_device("index", device)))
     chosen: dict[str, Any] = {"kind": selector} | ({"price": price} if price is not None else {})
+    segments = [tokens_or_none(text) for text in segment_tokens]
     rows = []
-    for place, length in enumerate(tokens):
+    for place, length in enumerate(map(parse_tokens, tokens)):
         q, k = load(recorded, length, shape) if recorded else planted(length, shape)
-        for segment in segment_tokens:
+        for segment in segments:
             if segment <= length:
                 config = {"segment_tokens": segment or None, "heads_per_pattern": heads_per_pattern, "selector": chosen}
                 row = measure(q, k, _context(length, config), rounds)

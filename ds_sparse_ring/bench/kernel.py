@@ -20,6 +20,7 @@ from ds_sparse_ring.bench.accuracy import ErrorLine, measure_errors
 from ds_sparse_ring.bench.contenders import Contender, Dense, FlashSparse, Flex, Ours, Problem
 from ds_sparse_ring.bench.counts import active_pairs, minimal_bytes
 from ds_sparse_ring.bench.kernel_report import SpeedLine, save_plot, tables
+from ds_sparse_ring.bench.options import chosen_device, tokens_or_none
 from ds_sparse_ring.bench.patterns import PatternKind, pattern
 from ds_sparse_ring.bench.recorded import RecordedIndex
 from ds_sparse_ring.bench.result import about, write_result
@@ -30,6 +31,7 @@ from ds_sparse_ring.index import VerticalSlash, causal_cost
 from ds_sparse_ring.kernels import get_kernel
 from ds_sparse_ring.kernels.dense import DenseCase, best_dense
 from ds_sparse_ring.layout import BLOCK
+from ds_sparse_ring.plan_report import parse_tokens
 
 LONG_S = 0.5
 """Dense attention that takes longer, forward and backward, is timed once per shape instead of in turns with every case."""
@@ -49,16 +51,16 @@ def main(
     heads_per_pattern: Annotated[int, typer.Option(help="Neighbouring query heads that share a pattern.")] = 1,
     spread: Annotated[float, typer.Option(help="Largest over smallest density of a head.")] = 100.0,
     column_share: Annotated[float, typer.Option(help="Share of clustered and isolated that columns cover.")] = 0.3,
-    segment_tokens: Annotated[int, typer.Option(help="Tokens of a segment.")] = 16384,
+    segment_tokens: Annotated[str, typer.Option(help="Tokens of a segment.")] = "16K",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     backends: Annotated[str, typer.Option(help="Backends of ours; empty: every fast one that runs here.")] = "",
     peers: Annotated[str, typer.Option(help="Other libraries: flex-128, fa4-128; empty: none.")] = "flex-128,fa4-128",
     dense: Annotated[str, typer.Option(help="Library for dense attention; empty: the best one.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 7,
-    check_tokens: Annotated[int, typer.Option(help="Length at which errors are measured; 0: not at all.")] = 2048,
+    check_tokens: Annotated[str, typer.Option(help="Length at which errors are measured; 0: not at all.")] = "2K",
     check_density: Annotated[float, typer.Option(help="Density at which errors are measured, in percent.")] = 25.0,
     budget_seconds: Annotated[float, typer.Option(help="No case begins later than this after the start.")] = 540.0,
-    device: Annotated[str, typer.Option(help="cuda or cpu; empty: cuda if there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; the CPU only if it is given.")] = "",
     output: Annotated[Path, typer.Option(help="JSON file, written after every case; a picture goes beside it.")] = Path(
         "runs/bench_kernel.json"
     ),
@@ -66,17 +68,20 @@ def main(
     """Print Markdown tables of speeds and errors, and write them as JSON and as a picture."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    setting = Setting(where, DTYPES[dtype], heads_per_pattern, spread, column_share, segment_tokens, rounds, dense or None)
+    where = chosen_device("kernel", device)
+    setting = Setting(
+        where, DTYPES[dtype], heads_per_pattern, spread, column_share, parse_tokens(segment_tokens), rounds, dense or None
+    )
     shape = Shape(heads, kv_heads, head_size)
     recorded = [Case.of_recording(RecordedIndex.load(path)) for path in index or []]
     named = [(cast(PatternKind, kind), _share(share)) for kind in _split(patterns) for share in _split(density)]
     lengths = [_length(text) for text in _split(tokens)]
-    checks = [Case(kind, check_density / 100, check_tokens, shape) for kind in _split(patterns)] if check_tokens else []
+    checked = tokens_or_none(check_tokens)
+    checks = [Case(kind, check_density / 100, checked, shape) for kind in _split(patterns)] if checked else []
     cases = recorded + [Case(kind, share, length, shape) for length in lengths for kind, share in named]
     bench = Bench(setting, _makers(_split(backends), _split(peers), where), time.monotonic() + budget_seconds, output)
     try:
-        bench.run(checks + [c for c in recorded if c.tokens <= 8192 and check_tokens], cases)
+        bench.run(checks + [c for c in recorded if c.tokens <= 8192 and checked], cases)
     finally:  # whatever ends the run, what was measured is shown
         print(tables(about(where) | bench.settings(), bench.speeds, bench.errors))
         save_plot(output.with_suffix(".png"), bench.speeds)
@@ -335,12 +340,10 @@ def _share(text: str) -> float:
 
 def _length(text: str) -> int:
     """Tokens of "512", "16K" or "1M"."""
-    units = {"K": 1 << 10, "M": 1 << 20}
-    unit = units.get(text[-1].upper(), 1)
-    number = text if unit == 1 else text[:-1]
-    if not number.isdigit() or int(number) * unit % 128:
+    tokens = parse_tokens(text)
+    if tokens % 128:
         raise typer.BadParameter(f"--tokens {text}: needs numbers such as 512, 16K or 1M that are multiples of 128")
-    return int(number) * unit
+    return tokens
 
 
 if __name__ == "__main__":

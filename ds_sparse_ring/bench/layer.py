@@ -16,6 +16,7 @@ import typer
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ds_sparse_ring.bench.options import chosen_device, tokens_or_none
 from ds_sparse_ring.bench.result import write_result
 from ds_sparse_ring.bench.timing import Timing, alternate
 from ds_sparse_ring.config import SparseRingConfig
@@ -23,35 +24,40 @@ from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.job import ModelShape, load_shape
+from ds_sparse_ring.plan_report import parse_tokens
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.units import GIB
 
-CHUNKS = [0, 2048, 4096, 8192, 16384, 32768, 65536]
+CHUNKS = ["0", "2K", "4K", "8K", "16K", "32K", "64K"]
+PAGES = ["0"]
 _WORDS, _LAYERS, _TILE = 256, 2, 4096
 
 
 def main(
     model: Annotated[str, typer.Option(help="As for ds-sparse-ring plan.")] = "qwen2.5-3b",
-    tokens: Annotated[int, typer.Option(help="Tokens of the sequence.")] = 131072,
-    chunk_tokens: Annotated[list[int], typer.Option(help="layer_chunk_tokens, 0 for whole layers; may be repeated.")] = CHUNKS,
-    page_tokens: Annotated[list[int], typer.Option(help="kv_page_tokens, 0 for none; may be repeated, only with chunks.")] = [0],  # noqa: B006
+    tokens: Annotated[str, typer.Option(help="Tokens of the sequence.")] = "128K",
+    chunk_tokens: Annotated[list[str], typer.Option(help="layer_chunk_tokens, 0 for whole layers; may be repeated.")] = CHUNKS,
+    page_tokens: Annotated[
+        list[str], typer.Option(help="kv_page_tokens, 0 for none; may be repeated, only with chunks.")
+    ] = PAGES,
     host_gib: Annotated[float, typer.Option(help="offload.host_gib, 0 for no offload.")] = 8.0,
     columns: Annotated[int, typer.Option(help="Columns of a head and segment.")] = 2600,
     slashes: Annotated[int, typer.Option(help="Slashes of a head and segment.")] = 52,
-    segment_tokens: Annotated[int, typer.Option(help="Tokens of a segment.")] = 16384,
+    segment_tokens: Annotated[str, typer.Option(help="Tokens of a segment.")] = "16K",
     liger: Annotated[bool, typer.Option(help="Norms, rotary embedding and gates by Liger, on a GPU.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 3,
-    device: Annotated[str, typer.Option(help="cuda or cpu; left out, the GPU if there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; the CPU only if it is given.")] = "",
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("runs/bench_layer.json"),
 ) -> None:
     """Print a Markdown table and write it as JSON."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = chosen_device("layer", device)
     selector = {"kind": "fixed", "columns": columns, "slashes": slashes}
-    section: dict[str, Any] = {"degree": 1, "selector": selector, "segment_tokens": segment_tokens}
+    section: dict[str, Any] = {"degree": 1, "selector": selector, "segment_tokens": parse_tokens(segment_tokens)}
     rows: list[dict[str, Any]] = []
-    for chunk in chunk_tokens:
-        for page in page_tokens if chunk else [0]:
-            case = _Case(load_shape(model), tokens, chunk, page, host_gib, place, liger)
+    length, pages = parse_tokens(tokens), [tokens_or_none(text) for text in page_tokens]
+    for chunk in map(tokens_or_none, chunk_tokens):
+        for page in pages if chunk else [0]:
+            case = _Case(load_shape(model), length, chunk, page, host_gib, place, liger)
             timing, peak = case.measure(section, rounds)
             rows.append({"chunk_tokens": chunk, "page_tokens": page, "peak_bytes": peak} | vars(timing))
     print("| chunk | page | ms of a layer | least - most | peak GiB above weights |\n|---|---|---|---|---|")
@@ -61,7 +67,7 @@ def main(
         print(
             f"| {row['chunk_tokens'] or 'whole'} | {row['page_tokens'] or '-'} | {ms:.1f} | {least:.1f} - {most:.1f} | {memory} |"
         )
-    fields = {"model": model, "tokens": tokens, "section": section, "liger": liger, "rounds": rounds, "rows": rows}
+    fields = {"model": model, "tokens": length, "section": section, "liger": liger, "rounds": rounds, "rows": rows}
     write_result(output, place, fields)
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args
 import torch
 import typer
 
+from ds_sparse_ring.bench.options import tokens_or_none
 from ds_sparse_ring.bench.result import write_result
 from ds_sparse_ring.bench.training_run import IndexKind, Training, TrainingRun, fitted, longest
 from ds_sparse_ring.errors import SparseRingError
@@ -47,7 +48,7 @@ def main(
     density: Annotated[float, typer.Option(help="Active share that these make; the simulator's.")] = 0.055,
     column_density: Annotated[float, typer.Option(help="The part of it that is columns.")] = 0.033,
     segment_tokens: Annotated[str, typer.Option(help="Tokens of a segment.")] = "16K",
-    chunk_tokens: Annotated[int, typer.Option(help="layer_chunk_tokens; 0 for whole layers.")] = 16384,
+    chunk_tokens: Annotated[str, typer.Option(help="layer_chunk_tokens; 0 for whole layers.")] = "16K",
     host_gib: Annotated[
         float, typer.Option(help="offload.host_gib of a GPU, used where a run does not fit without; 0: never.")
     ] = 112,
@@ -62,8 +63,8 @@ def main(
 ) -> None:
     """Print a Markdown table, two rows a run: simulated, measured. scaling.json is written after every run."""
     training = Training(
-        model, load_hardware(hardware), columns, slashes, density, column_density, parse_tokens(segment_tokens), chunk_tokens,
-        host_gib, device_gib, steps, liger,
+        model, load_hardware(hardware), columns, slashes, density, column_density, parse_tokens(segment_tokens),
+        tokens_or_none(chunk_tokens), host_gib, device_gib, steps, liger,
     )  # fmt: skip
     kinds = _chosen("layouts", layouts, LayoutKind), _chosen("indexes", indexes, IndexKind)
     runs = runs_of(training, _numbers(gpus), tokens, *kinds, fastest=fastest)

@@ -31,7 +31,7 @@ def run_job(
             accumulation: micro-batches of a step. loss_tile_tokens: tokens whose logits exist at once, 0 for all.
 
     Raises:
-        pydantic.ValidationError: the model's configuration lacks what the planner asks for.
+        SparseRingError: the model's configuration lacks what the planner asks for.
     """
     config: Any = model.config
     return RunJob(

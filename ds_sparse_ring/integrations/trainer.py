@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset as ArrowDataset
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -38,6 +37,7 @@ from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
 from ds_sparse_ring.integrations.memory import check_memory
+from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.run_job import run_job
@@ -220,6 +220,7 @@ class SparseRingMixin(_Base):
         sequence: Sequence = inputs[NAME]
         if self._compare_batch:
             check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_words(sequence.highest_word, base_model_of(self._model()).get_input_embeddings())
             self._check_memory(sequence)
             self._write(
                 {"event": "start", "step": self.state.global_step, "steps": self.state.max_steps, **self._what_runs(sequence)}
@@ -242,7 +243,7 @@ class SparseRingMixin(_Base):
                 zero_stage=0 if engine is None else engine.zero_optimization_stage(),
                 liger=bool(self.args.use_liger_kernel),
             )
-        except ValidationError:
+        except SparseRingError:
             return {"run": {"world": self.ring.axes.world_size, "sparse_ring": self.ring.config.model_dump()}}
         return {"job": job.model_dump()}
 

@@ -158,8 +158,27 @@ def test_cases_after_the_time_is_up_are_listed_as_not_run(tmp_path) -> None:
     content = json.loads(output.read_text())
     assert len(content["speeds"]) == 12 and len(content["errors"]) == 3
     assert {x["why_not"] for x in content["speeds"] + content["errors"]} == {"not run: the time was up"}
-    wrong = CliRunner().invoke(app, ["bench", "kernel", "--peers", "nobody"])
+    wrong = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--peers", "nobody"])
     assert wrong.exit_code == 1 and "unknown peer 'nobody'" in wrong.output
+
+
+@pytest.mark.parametrize(("benchmark", "device"), [("kernel", ""), ("index", ""), ("layer", ""), ("kernel", "cuda:1")])
+def test_benchmarks_of_a_gpu_do_not_start_on_the_cpu_unasked(
+    benchmark: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "bench.json"
+    options = ["--rounds", "1", *(["--device", device] if device else []), "--output", str(output)]
+    result = CliRunner().invoke(app, ["bench", benchmark, *options])
+    assert result.exit_code == 1 and not output.exists()
+    assert f"bench {benchmark}: there is no GPU here" in result.output and "give --device cpu" in result.output
+
+
+def test_lengths_are_read_by_the_cpu_benchmark_as_by_plan() -> None:
+    for tokens, message in (("2K", "unknown backend 'nobody'"), ("many", "'many' is no number of tokens")):
+        options = f"bench cpu --tokens {tokens} --backend nobody --threads {torch.get_num_threads()}"
+        result = CliRunner().invoke(app, options.split())
+        assert result.exit_code == 1 and message in result.output, result.output
 
 
 def _problem(index: VerticalSlash) -> Problem:

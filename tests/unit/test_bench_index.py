@@ -27,10 +27,10 @@ def _run(*arguments: str) -> str:
 
 def test_a_table_and_a_file_with_a_row_for_each_case(tmp_path: Path) -> None:
     out = tmp_path / "new" / "bench.json"
-    table = _run("--tokens", "200", "--tokens", "300", "--segment-tokens", "64", "--segment-tokens", "256",
+    table = _run("--tokens", "200", "--tokens", "0.5K", "--segment-tokens", "64", "--segment-tokens", "256",
                  "--segment-tokens", "0", "--attention-ms", "10", "--attention-ms", "20", "--output", str(out))  # fmt: skip
     rows = json.loads(out.read_text())["rows"]
-    assert [(r["tokens"], r["segment_tokens"]) for r in rows] == [(200, 64), (200, None), (300, 64), (300, 256), (300, None)]
+    assert [(r["tokens"], r["segment_tokens"]) for r in rows] == [(200, 64), (200, None), (512, 64), (512, 256), (512, None)]
     assert all(0 < r["least_ms"] <= r["median_ms"] <= r["most_ms"] and r["diagonals_per_pattern"] >= 1 for r in rows)
     assert len([line for line in table.splitlines() if line.endswith("% |")]) == 5
 

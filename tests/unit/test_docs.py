@@ -65,6 +65,12 @@ def test_the_index_has_every_page_and_the_readme_every_how_to() -> None:
     assert set((DOCS / "how-to").glob("*.md")) <= linked
 
 
+def test_the_measurements_begin_with_a_line_for_each_section() -> None:
+    contents, *sections = re.split(r"^## ", prose(DOCS / "measurements.md"), flags=re.MULTILINE)
+    titles = [section.splitlines()[0] for section in sections]
+    assert re.findall(r"^\| \[(.+)\]\(#\S+\) \| .+ \|$", contents, re.MULTILINE) == titles and len(titles) > 10
+
+
 def test_every_key_of_the_configuration_is_on_its_page() -> None:
     text = prose(DOCS / "configuration.md")
     models = [x for x in vars(config).values() if isinstance(x, type) and issubclass(x, BaseModel) and x.model_fields]

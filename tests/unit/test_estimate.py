@@ -17,7 +17,7 @@ from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import SHAPES, Job, Schedule, load_shape, schedules, states_of
 from ds_sparse_ring.memory import Memory, columns_of, longest_sequence, memory_of, refuse_misfit
-from ds_sparse_ring.plan_report import parse_tokens
+from ds_sparse_ring.plan_report import parse_tokens, read_job
 
 FULL = SparseRingConfig(selector={"kind": "full"})
 TRITON = {"sparse_backward": 321, "ring_dense_backward": 412}
@@ -168,6 +168,22 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     refused = CliRunner().invoke(app, ["plan", "--density", "0.01", "--columns", "0.02"])
     assert refused.exit_code == 1 and "0 <= columns <= density" in refused.output
+
+
+def test_columns_follow_the_density_unless_they_are_given() -> None:
+    def shares(density: float, columns: float | None) -> tuple[float, float]:
+        job = read_job(None, "qwen2.5-3b", 65536, 1, "h200", density, columns)
+        return job.density, job.columns
+
+    assert shares(0.05, None) == (0.05, 0.015) and shares(0.01, None) == (0.01, 0.003)
+    assert shares(0.05, 0.0) == (0.05, 0.0)
+    assert CliRunner().invoke(app, ["plan", "--seq", "64K", "--world", "1", "--density", "0.01"]).exit_code == 0
+
+
+def test_a_plan_that_does_not_fit_names_device_memory_once() -> None:
+    result = CliRunner().invoke(app, ["plan", "--seq", "4M", "--world", "1"])
+    assert result.exit_code == 0 and result.output.count("device memory") == 1
+    assert "no schedule fits the memory" in result.output and "kept by layers" in result.output
 
 
 def test_two_gpus_need_what_was_measured() -> None:

@@ -410,6 +410,16 @@ class TestRefusals(DistributedTest):
             trainer.train()
         assert trainer.state.global_step == 0
 
+    def test_words_that_the_model_lacks_before_its_first_forward_pass(self, tmp_path: Path) -> None:
+        rows = make_rows([20] * 4)
+        rows[0]["input_ids"][3] = VOCABULARY
+        trainer, _ = make_trainer(arguments(tmp_path), rows)
+        calls: list[Any] = []
+        trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        with pytest.raises(SparseRingError, match=f"is {VOCABULARY}, and the model has {VOCABULARY} words"):
+            trainer.train()
+        assert not calls and not (tmp_path / "metrics.jsonl").exists()
+
     def test_a_model_of_unknown_sizes_is_not_checked_and_trains(self, tmp_path: Path) -> None:
         trainer, _ = make_trainer(arguments(tmp_path, max_steps=1), make_rows([200] * 4))
         sizes = trainer.model.config.to_dict()

@@ -184,8 +184,8 @@ CONFIGURATIONS = [
         "a machine of no JSON",
         lambda path: load_hardware(str(written(path, b"\xff"))), "file.json", "decode", "Give a JSON object",
     ),
-    Wrong("a length in words", lambda _: parse_tokens("many"), "plan", "'many'", "write 131072, 128K or 1M"),
-    Wrong("an endless sequence", lambda _: parse_tokens("inf"), "plan", "'inf'", "write 131072, 128K or 1M"),
+    Wrong("a length in words", lambda _: parse_tokens("many"), "tokens", "'many'", "write 131072, 128K or 1M"),
+    Wrong("an endless sequence", lambda _: parse_tokens("inf"), "tokens", "'inf'", "write 131072, 128K or 1M"),
     Wrong(
         "more columns than there is",
         lambda _: read_job(None, "qwen2.5-3b", 64, 1, "h200", 0.1, 0.5), "plan", "columns 0.5", "needs 0 <= columns <= density",

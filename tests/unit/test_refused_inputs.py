@@ -49,6 +49,17 @@ def one_of_many(path: Path) -> Any:
     return load_documents([path])
 
 
+def streamed(content: bytes | str, names: str) -> Callable[[Path], Any]:
+    """Two files and a third with this content, read as a stream."""
+
+    def read(path: Path) -> Any:
+        for i in range(3):
+            written(path, content if i == 2 else '{"text": "text"}\n', names.format(i))
+        return list(load_documents([path], streaming=True))
+
+    return read
+
+
 def pack(path: Path, *, evaluation_sequences: int = 0) -> Any:
     options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": evaluation_sequences, "seed": 0}
     return packed_dataset([path], with_an_end(), **options)
@@ -64,6 +75,13 @@ def words_beyond_the_model(_: Path) -> None:
     owner, model = ring(), tiny_model()
     attach(model, owner)
     model(**owner.sequence_batch({"input_ids": TOKENS + 63}))
+
+
+def words_beyond_the_model_of_a_script(_: Path) -> None:
+    run: Any = Pretraining.__new__(Pretraining)
+    run.args, run.ring, run.device = PretrainArguments("ds.json"), ring(), torch.device("cpu")
+    run.engine = SimpleNamespace(module=tiny_model(), basic_optimizer=None, config={})
+    run.check_first_batch(run.ring.sequence_batch({"input_ids": TOKENS + 63})["sparse_ring"])
 
 
 def of_another_ring(_: Path) -> None:
@@ -149,6 +167,10 @@ INPUTS = [
         batch(cu_seq_lens_q=torch.tensor([0, 8])), "batch", "cu_seq_lens_q", "return_position_ids=True",
     ),
     Wrong("words beyond the model's", words_beyond_the_model, "batch", "is 64, and the model has 64 words", "use the tokenizer"),
+    Wrong(
+        "words beyond the model's in the first batch of a script",
+        words_beyond_the_model_of_a_script, "batch", "is 64, and the model has 64 words", "use the tokenizer",
+    ),
     Wrong("a batch of another ring", of_another_ring, "batch", "'striped'", "shard it with the collator of the ring"),
     Wrong("labels in one batch only", half_labelled, "count_targets", "batches [1] of 2 have none", "'labels'"),
     Wrong("outputs of another batch", gathered_from_another, "gather", "(1, 9)", "give [1, tokens, ...]"),
@@ -172,6 +194,19 @@ INPUTS = [
     Wrong("a pattern without a file", lambda path: load_documents([path / "*.txt"]), "text", "matches no file", "give a file"),
     Wrong("text in another encoding", text(b"\xff\xfe\x00", "a.txt"), "a.txt", "no text in UTF-8", "convert it"),
     Wrong("one file of many in another encoding", one_of_many, "7.txt is", "no text in UTF-8", "leave it out"),
+    Wrong("a stream in another encoding", streamed(b"\x92", "{}.txt"), "2.txt is", "no text in UTF-8", "leave it out"),
+    Wrong(
+        "a stream of JSON lines in another encoding",
+        streamed(b'{"text": "\x92"}\n', "{}.jsonl"), "2.jsonl is", "no text in UTF-8", "convert it",
+    ),
+    Wrong(
+        "a stream of no JSON",
+        streamed('{"text": "a"}\n{"text": \n', "{}.jsonl"), "2.jsonl cannot", "read as json", "one object a line",
+    ),
+    Wrong(
+        "JSON lines in another encoding",
+        text(b'{"text": "\x92"}\n', "a.jsonl"), "a.jsonl is", "no text in UTF-8", "convert it",
+    ),
     Wrong(
         "JSON lines of no JSON",
         text('{"text": "a"}\n{"text": \n', "a.jsonl"), "a.jsonl", "cannot be read as json", "one object a line",
