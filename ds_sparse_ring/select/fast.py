@@ -34,6 +34,7 @@ from ds_sparse_ring.select import triton_probe as kernels
 from ds_sparse_ring.select.fast_mass import by_mass
 from ds_sparse_ring.select.fast_probe import Bounds, Probe, make_probe
 from ds_sparse_ring.select.probe import NOT_FINITE
+from ds_sparse_ring.streams import HostCopy
 
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
 _KEPT = 1 << 20  # bytes that an index may keep beside its values
@@ -126,7 +127,7 @@ def _index(probe: Probe, words: Tensor, flags: Tensor, refused: Tensor) -> Verti
     column_ptr = columns_before.index_select(0, t.column_rows)
     summary = flags.new_empty(3)
     compact.summary_kernel[(1,)](columns_before[-1:], diagonals_before[-1:], refused, refused.numel(), summary, SIZE=256)
-    summaries = _on_host(torch.stack(context.axes.ring_gather(summary)))
+    summaries = HostCopy(torch.stack(context.axes.ring_gather(summary))).get().tolist()
     columns, diagonals, not_finite = summaries[context.axes.ring_rank]
     if not_finite:
         raise SparseRingError(NOT_FINITE)
@@ -144,16 +145,6 @@ def _cut(values: Tensor, count: int) -> Tensor:
     """The first ``count``, without keeping the memory of the others, if that is worth a launch while the device stands still."""
     kept = values[:count]
     return kept.clone() if values.nbytes > _KEPT else kept
-
-
-def _on_host(numbers: Tensor) -> list[list[int]]:
-    """Read a small tensor: by way of pinned memory, because a copy from a device to other memory is staged and takes longer."""
-    if numbers.is_cuda:
-        pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
-        pinned.copy_(numbers, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        numbers = pinned
-    return numbers.tolist()
 
 
 def _filled(probe: Probe, words: Tensor, before: Tensor, room: int) -> Tensor:
