@@ -51,8 +51,7 @@ class Axes:
         sequence_size: ranks that share a sequence. ulysses_size: those of them that exchange heads for tokens.
         inner_size: ranks of an inner ring, None for a flat ring; only otherwise there are an inner and an outer group.
         inner_kind: whether keys and values turn in an inner ring or are gathered at once.
-        timeout_s: how long an operation of these groups may take. watch: of what these groups
-            do, with NCCL.
+        timeout_s: how long an operation of these groups may take. watch: of what these groups do, with NCCL.
     """
 
     world_size: int

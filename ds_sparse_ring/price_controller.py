@@ -26,6 +26,7 @@ from torch import Tensor
 from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.config import PriceSelector
 from ds_sparse_ring.index import Index, density
+from ds_sparse_ring.streams import HostCopy
 
 _LOWEST, _HIGHEST = 1e-9, 0.5
 _CALMER, _BOLDER, _CALMEST = 0.5, 1.1, 1 / 32  # factors of the gain: when the error changes its sign, when not, the least
@@ -85,7 +86,7 @@ class PriceController:
         if self._ended is not None or not self._running:
             return self._ended
         layers, self._running = sorted(self._running.items()), {}
-        return _Rows.sent([layer for layer, _ in layers], self._axes.world_sum(torch.stack([x for _, x in layers])))
+        return _Rows([layer for layer, _ in layers], self._axes.world_sum(torch.stack([x for _, x in layers])))
 
     def _move(self, rows: list[Row], target: float | None) -> None:
         rows = [row for row in rows if row[2]]
@@ -128,31 +129,19 @@ class PriceController:
 class _Rows:
     """Numbers of a step's layers that arrive on the host."""
 
-    def __init__(self, layers: list[int], numbers: Tensor, arrived: torch.cuda.Event | None) -> None:
-        self._layers, self._numbers, self._arrived = layers, numbers, arrived
-
-    @classmethod
-    def sent(cls, layers: list[int], numbers: Tensor) -> _Rows:
-        """On their way from the device: float64 ``[layers, 2]``."""
-        if numbers.device.type != "cuda":
-            return cls(layers, numbers, None)
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(layers, host, arrived)
+    def __init__(self, layers: list[int], numbers: Tensor) -> None:
+        """``numbers``: float64 ``[layers, 2]``, on the device or here."""
+        self._layers, self._numbers = layers, HostCopy(numbers)
 
     @classmethod
     def of(cls, rows: list[Any]) -> _Rows:
         """From `read`, maybe by way of a file."""
         numbers = torch.tensor([row[1:] for row in rows], dtype=torch.float64).reshape(len(rows), 2)
-        return cls([int(row[0]) for row in rows], numbers, None)
+        return cls([int(row[0]) for row in rows], numbers)
 
     def read(self) -> list[Row]:
         """The numbers; the host waits if they are still under way."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [(layer, *numbers) for layer, numbers in zip(self._layers, self._numbers.tolist(), strict=True)]
+        return [(layer, *numbers) for layer, numbers in zip(self._layers, self._numbers.get().tolist(), strict=True)]
 
 
 def _rounded(log_price: float) -> float:

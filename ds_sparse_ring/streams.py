@@ -113,21 +113,36 @@ class CudaStreams:
         x.record_stream(stream)
 
 
-class HostNumber:
-    """An integer on its way from a tensor of one element to the host, which does other things meanwhile."""
+class HostCopy:
+    """A small tensor on its way to the host, which does other things meanwhile.
+
+    It passes through pinned memory: a copy from a device to other memory is staged and takes longer, and the host waits for it.
+    """
 
     def __init__(self, x: Tensor) -> None:
-        self._number: Tensor | int = x
+        self._x = x
         self._arrived: torch.cuda.Event | None = None
         if x.is_cuda:
-            self._number = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(x.device))
 
-    def get(self) -> int:
-        """The number. The host waits for it the first time, and not for what was queued after it."""
+    def get(self) -> Tensor:
+        """The tensor on the host, which waits for it the first time, and not for what was queued after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
-        self._number = int(self._number)
+        return self._x
+
+
+class HostNumber:
+    """`HostCopy` of an integer, from a tensor of one element."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._number: HostCopy | int = HostCopy(x)
+
+    def get(self) -> int:
+        """The number; see `HostCopy.get`."""
+        if isinstance(self._number, HostCopy):
+            self._number = int(self._number.get())
         return self._number

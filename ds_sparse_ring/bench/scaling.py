@@ -78,11 +78,15 @@ def main(
     if dry_run:
         print("\n".join(["", *(shlex.join(result.command) for result in results)]))
         return
-    fields = {"training": {**asdict(training), "hardware": hardware}}
-    write_result(output / "scaling.json", place, {**fields, "runs": [result.fields() for result in results]})
+
+    def write() -> None:
+        fields = {"training": {**asdict(training), "hardware": hardware}, "runs": [result.fields() for result in results]}
+        write_result(output / "scaling.json", place, fields)
+
+    write()
     for result in results:
         result.measure()
-        write_result(output / "scaling.json", place, {**fields, "runs": [each.fields() for each in results]})
+        write()
     print("\n" + table(results))
     if failed := [result.run.name for result in results if result.missing.startswith("failed")]:
         raise SparseRingError(f"bench scaling: {', '.join(failed)} failed: the table says where to look")

@@ -51,15 +51,18 @@ def register() -> None:
 class Attachment:
     """A model attached to a ring. `detach` (or leaving it as a context manager) restores what was there before."""
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, ring: SparseRing, before: str) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, ring: SparseRing, before: str, called: nn.Module) -> None:
         self.model = model
         self.ring = ring
         self.before = before
-        self._handle = decoder.register_forward_pre_hook(_BindSequence(self), with_kwargs=True)
+        self._handles = [decoder.register_forward_pre_hook(_BindSequence(self), with_kwargs=True)]
+        for module in {model, called}:  # PEFT calls the model below it past the model's own hooks
+            self._handles.append(module.register_forward_pre_hook(_refuse_cut_logits, with_kwargs=True))
 
     def detach(self) -> None:
-        """Remove the hook and give the model its former attention and layers back. Calling it again changes nothing."""
-        self._handle.remove()
+        """Remove the hooks and give the model its former attention and layers back. Calling it again changes nothing."""
+        for handle in self._handles:
+            handle.remove()
         disable_chunked_layers(self.model)
         if self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation(self.before)
@@ -69,6 +72,16 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
+
+
+def _refuse_cut_logits(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the model that is called."""
+    kept = kwargs.get("logits_to_keep")
+    if kwargs.get(NAME) is not None and kept is not None and not (isinstance(kept, int) and kept == 0):
+        raise SparseRingError(
+            "logits_to_keep counts the tokens of a rank's part, and its last ones are not those of the sequence: leave it out, "
+            "and take what you need of the logits by the batch's position_ids"
+        )
 
 
 class _BindSequence:
@@ -180,7 +193,7 @@ def attach(model: nn.Module, ring: SparseRing) -> Attachment:
             )
     ring.schedule.name_layers(attention_layers(base))
     register()
-    attachment = Attachment(base, decoder, ring, before or base.config._attn_implementation)
+    attachment = Attachment(base, decoder, ring, before or base.config._attn_implementation, model)
     base.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
         attachment.detach()

@@ -7,6 +7,7 @@ integers in units of 2**-60, so that every order of addition, on one rank or on 
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ds_sparse_ring.select import tables
 
@@ -412,3 +413,12 @@ def fill_diagonals_kernel(
     at = tl.load(segment + SLOT) * P + pid % P * reach + offset
     on = tl.load(flags + 1 + at, mask=offset < reach, other=0) > 0
     tl.store(values + tl.load(before + at, mask=on, other=0), offset, mask=on)
+
+
+def bits_before(words: Tensor) -> Tensor:
+    """Bits set in all words before each one, and in all of them: int64, one longer than ``words``."""
+    if not words.numel():
+        return words.new_zeros(1)
+    counts = words.new_empty(words.numel() + 1)
+    count_kernel[(-(-words.numel() // 1024),)](words, counts, words.numel(), SIZE=1024)
+    return counts.cumsum(0)

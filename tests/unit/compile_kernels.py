@@ -20,7 +20,7 @@ from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
 from ds_sparse_ring.select import triton_compact as compact
 from ds_sparse_ring.select import triton_probe as kernels
-from ds_sparse_ring.select.fast import launch_options, mass_options, together
+from ds_sparse_ring.select.fast_probe import launch_options, mass_options, together
 
 HOPPER_SHARED_BYTES = 227 * 1024
 FLOATS = dict.fromkeys(("scale", "scale_log2"), "fp32")

@@ -155,6 +155,11 @@ MODELS = [
     Wrong("no tokenizer", lambda path: load_tokenizer(None, str(path)), "no tokenizer in", "test_", "give --tokenizer a folder"),
     Wrong("half a tokenizer", half_a_tokenizer, "tokenizer", "cannot load", "Save it again"),
     Wrong("a KV cache", lambda _: train(ring(), use_cache=True), "sharded sequence", "KV cache", "without use_cache"),
+    Wrong("the last logits", lambda _: train(ring(), logits_to_keep=1), "logits_to_keep", "of a rank's part", "leave it out"),
+    Wrong(
+        "chosen logits",
+        lambda _: train(ring(), logits_to_keep=torch.tensor([3])), "logits_to_keep", "of a rank's part", "leave it out",
+    ),
     Wrong(
         "a mask again",
         lambda _: train(ring(), attention_mask=torch.ones(1, 128)), "sharded sequence", "attention_mask", "sequence_batch",

@@ -15,7 +15,7 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import VerticalSlash
 from ds_sparse_ring.layout import BLOCK
-from ds_sparse_ring.select import fast, select_index
+from ds_sparse_ring.select import fast, fast_mass, fast_probe, select_index
 from ds_sparse_ring.select.mass import _token_diagonal_mass
 from ds_sparse_ring.select.price import _block_diagonal_mass, _take_out_forced
 from ds_sparse_ring.select.probe import pattern_mean, probe_groups, row_probabilities, target_segment
@@ -210,7 +210,7 @@ def test_every_token_diagonal_has_the_mass_of_the_reference() -> None:
     q, k = _planted(sequence, 4, 1)
     (probe,) = row_probabilities(q, k, probe_groups(context.segments, context.config), context, SCALE)
     expected = _token_diagonal_mass(pattern_mean(probe.p, 2).double(), probe, context)
-    _, mass = fast._masses(fast._probe(q, k, context, SCALE, False)[0], 0, 1)
+    _, mass = fast_mass._masses(fast_probe.make_probe(q, k, context, SCALE, False)[0], 0, 1)
     torch.testing.assert_close(mass.view(2, -1).double() * 64 / 50, expected, rtol=1e-4, atol=1e-12)
 
 
@@ -237,7 +237,7 @@ def test_masses_are_held_for_a_few_groups_and_patterns_at_a_time(monkeypatch: py
     _, sequence, context = bound([64, 90], segment_tokens=64, selector=TOP_P)
     q, k = _planted(sequence, 3, 1)
     whole = select_index(q, k, context, scale=SCALE, method="triton")
-    monkeypatch.setattr(fast, "_ENTRIES", 2 * 64 * 64)  # two patterns of a group of one block
+    monkeypatch.setattr(fast_mass, "_ENTRIES", 2 * 64 * 64)  # two patterns of a group of one block
     parts = select_index(q, k, context, scale=SCALE, method="triton")
     assert isinstance(whole, VerticalSlash) and isinstance(parts, VerticalSlash) and parts.equal(whole)
 
