@@ -43,9 +43,11 @@ class EmulatedTables:
     def __init__(self, *given: Any) -> None:
         (
             self.base, self.own, self.q_stride, self.q_start, self.q_blocks, self.k_blocks, self.patterns,
-            self.heads_per_pattern, self.segments, self.q_segment, self.k_segments, self.bits, columns,
+            self.heads_per_pattern, self.segments, self.q_segment, self.k_segments, self.bits, columns, lists,
         ) = given  # fmt: skip
         self.columns, self.column_tiles = columns[:4], columns[4:]
+        self.lists, self.readers = lists[:2], lists[2:]
+        self.full = self.bits is None and not lists
 
 
 class EmulatedOp:
@@ -67,9 +69,10 @@ class EmulatedOp:
         pairs_heads = shared % 2 == 0 and heads // kv_heads % 2 == 0
         output = 2 if not overwrite else 1 if o.dtype == torch.float32 else 0
         numbers = [q.dtype == torch.float16, q.shape[2], heads, kv_heads, tables.q_blocks, tables.k_blocks, shared]
-        numbers += [pairs_heads, output, tables.bits is None, tables.own, tables.base, tables.q_stride, tables.q_start]
+        numbers += [pairs_heads, output, tables.full, tables.own, tables.base, tables.q_stride, tables.q_start]
         numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
         numbers += [tables.segments.data_ptr(), tables.q_segment.data_ptr(), 0 if tables.bits is None else tables.bits.data_ptr()]
+        numbers += [x.data_ptr() for x in tables.lists] or [0] * 2
         numbers += [x.data_ptr() for x in columns] or [0] * 4
         numbers += [columns[1].numel() if columns else 0]
         numbers += [o.data_ptr(), *o.stride()[:2], lse.data_ptr(), lse.stride(0)]
@@ -91,11 +94,12 @@ class EmulatedOp:
         if overwrite:
             dq.zero_()
         numbers = [q.dtype == torch.float16, q.shape[2], q.shape[0], k.shape[0], tables.q_blocks, tables.k_blocks]
-        numbers += [tables.heads_per_pattern, first_head, first_head + dq.shape[0], tables.bits is None, tables.own, tables.base]
+        numbers += [tables.heads_per_pattern, first_head, first_head + dq.shape[0], tables.full, tables.own, tables.base]
         numbers += [tables.q_stride, tables.q_start]
         numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
         numbers += [tables.segments.data_ptr(), tables.k_segments.data_ptr()]
         numbers += [0 if tables.bits is None else tables.bits.data_ptr()]
+        numbers += [x.data_ptr() for x in tables.readers] or [0] * 2
         numbers += [x.data_ptr() for x in (*columns, *tables.column_tiles)] if columns else [0] * 6
         numbers += [tables.column_tiles[0].numel(), columns[1].numel()] if columns else [0] * 2
         for rows in (lse, delta):

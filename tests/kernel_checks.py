@@ -13,7 +13,15 @@ from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.kernels import ColumnKV, Kernel, Work
 from ds_sparse_ring.kernels.contract import accumulator_dtype, empty_result
 from ds_sparse_ring.layout import BLOCK, BlockMap
-from tests.unit.reference import dense_mask, global_qkv, masked_attention, packed_batch, random_block_lists, random_index
+from tests.unit.reference import (
+    dense_mask,
+    global_qkv,
+    long_block_lists,
+    masked_attention,
+    packed_batch,
+    random_block_lists,
+    random_index,
+)
 
 SHAPES = [
     # document lengths, query heads, KV heads, heads per pattern, head size
@@ -32,9 +40,9 @@ def make_gradient(q: torch.Tensor) -> torch.Tensor:
     return torch.randn(q.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(q)
 
 
-def make_sequence(lengths: list[int]) -> Sequence:
+def make_sequence(lengths: list[int], *, segment_tokens: int = 128) -> Sequence:
     batch = packed_batch(lengths)
-    return shard_batch(batch, kind="striped", ranks=1, rank=0, segment_tokens=128)["sparse_ring"]
+    return shard_batch(batch, kind="striped", ranks=1, rank=0, segment_tokens=segment_tokens)["sparse_ring"]
 
 
 def make_index(kind: str, sequence: Sequence, patterns: int, shared: int) -> Index:
@@ -42,6 +50,8 @@ def make_index(kind: str, sequence: Sequence, patterns: int, shared: int) -> Ind
         return FullIndex(sequence.segments, patterns, shared)
     if kind == "block-lists":
         return random_block_lists(sequence, patterns, shared, share=0.4)
+    if kind == "long-lists":
+        return long_block_lists(sequence, patterns, shared)
     return random_index(sequence, patterns, shared, columns=70, diagonals=3)
 
 
@@ -107,9 +117,10 @@ def check_errors(
     *,
     device: str = "cpu",
     overwrite: bool = False,
+    segment_tokens: int = 128,
 ) -> None:
     """Every result errs at most twice as much as PyTorch's in the same dtype."""
-    sequence = make_sequence(lengths)
+    sequence = make_sequence(lengths, segment_tokens=segment_tokens)
     index = make_index(kind, sequence, heads // shared, shared)
     visible = dense_mask(index, heads, sequence.layout.blocks * BLOCK).to(device)
     q, k, v = (x.to(device, dtype) for x in global_qkv(sequence, heads, kv_heads, head_size))

@@ -1,8 +1,8 @@
 """The CUDA C++ backend for Hopper GPUs: the kernels of ``csrc/cuda``, and Triton's kernels for all that they do not do.
 
-They do bfloat16 and float16, head sizes 64 and 128, the full index and vertical-slash patterns. The rest is done by Triton's
-kernels, which read the same tables of `hop_index`: float32, other head sizes, block lists. Gradients repeat bit for bit only
-with ``torch.use_deterministic_algorithms(True)``; they are Triton's then, too.
+They do bfloat16 and float16, head sizes 64 and 128, every kind of index. The rest is done by Triton's kernels, which read the
+same tables of `hop_index`: float32 and other head sizes. Gradients repeat bit for bit only with
+``torch.use_deterministic_algorithms(True)``; they are Triton's then, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CudaKernel(TritonKernel):
         overwrite: bool = False,
     ) -> None:
         """See `Kernel.forward`."""
-        if not _offered(q, v, work):
+        if not _offered(q, v):
             return super().forward(q, k, v, work, o_acc, lse_acc, columns, overwrite=overwrite)
         column_k, column_v = (columns.k, columns.v) if columns is not None else (None, None)
         tables = self._tables(work, q.shape[1] // BLOCK, k.shape[1] // BLOCK, q.device, columns is not None)
@@ -79,7 +79,7 @@ class CudaKernel(TritonKernel):
         overwrite: bool = False,
     ) -> None:
         """See `Kernel.backward`."""
-        if not _offered(q, v, work) or torch.are_deterministic_algorithms_enabled():
+        if not _offered(q, v) or torch.are_deterministic_algorithms_enabled():
             return super().backward(q, k, v, do, lse, delta, work, dq, dk, dv, columns, d_columns, overwrite=overwrite)
         column_k, column_v = (columns.k, columns.v) if columns is not None else (None, None)
         d_column_k, d_column_v = (d_columns.k, d_columns.v) if d_columns is not None else (None, None)
@@ -108,7 +108,7 @@ class CudaKernel(TritonKernel):
     def _tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
         """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""
         index = work.index
-        if not isinstance(index, VerticalSlash):
+        if not isinstance(index, VerticalSlash | BlockLists):
             return self._make_tables(work, q_blocks, k_blocks, device, with_columns)
         key = ("cuda", work.q_map, work.k_map, q_blocks, k_blocks, with_columns)
         return index.derived(key, lambda: self._make_tables(work, q_blocks, k_blocks, device, with_columns))
@@ -116,19 +116,21 @@ class CudaKernel(TritonKernel):
     def _make_tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
         index, q_map = work.index, work.q_map
         spans = hop_index.spans(work, q_blocks, k_blocks, device)
-        bits, of_columns = None, []
+        bits, of_columns, lists = None, [], []
         if isinstance(index, VerticalSlash):
             bits = hop_index.offsets(index, q_map.stride, spans.residue).bits
             if with_columns:
                 table = hop_index.columns(index, q_map, q_blocks, spans.segments, _COLUMN_TILE)
                 bits_of_all = hop_index.offsets(index, 1, 0).bits
                 of_columns = [table.ptr, table.ids, table.end, bits_of_all, table.tile_row, table.tile_begin]
+        elif isinstance(index, BlockLists):
+            rows = hop_index.lists(index, work, q_blocks, k_blocks)
+            lists = [rows.ptr, rows.values, rows.t_ptr, rows.t_values]
         return self._op.HopTables(
             spans.base, spans.own, q_map.stride, q_map.start, q_blocks, k_blocks, index.patterns, index.heads_per_pattern,
-            spans.segments, spans.q_segment, spans.k_segments, bits, of_columns,
+            spans.segments, spans.q_segment, spans.k_segments, bits, of_columns, lists,
         )  # fmt: skip
 
 
-def _offered(q: Tensor, v: Tensor, work: Work) -> bool:
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return half and q.shape[2] == v.shape[2] in _HEAD_SIZES and not isinstance(work.index, BlockLists)
+def _offered(q: Tensor, v: Tensor) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] == v.shape[2] in _HEAD_SIZES

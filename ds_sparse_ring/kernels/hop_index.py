@@ -162,7 +162,12 @@ def _columns(index: VerticalSlash, q_map: BlockMap, q_blocks: int, segments: Ten
 
 
 def lists(index: BlockLists, work: Work, q_blocks: int, k_blocks: int) -> Lists:
-    """Key blocks that each query block of the span reads in the key span, its own left out, and the transpose."""
+    """Key blocks that each query block of the span reads in the key span, its own left out, and the transpose; cached."""
+    key = ("lists", work.q_map, work.k_map, q_blocks, k_blocks)
+    return index.derived(key, lambda: _lists(index, work, q_blocks, k_blocks))
+
+
+def _lists(index: BlockLists, work: Work, q_blocks: int, k_blocks: int) -> Lists:
     total = index.segments[-1].end
     rows = index.block_ptr.numel() - 1
     row = row_of_entries(index.block_ptr, index.block_values)

@@ -212,8 +212,7 @@ class _Call:
             return vars(offsets) | {"words": offsets.bits.shape[1]}
         ptr, values = unused, unused
         if isinstance(index, BlockLists):
-            key = ("lists", work.q_map, work.k_map, self.q_blocks, self.k_blocks)
-            lists = index.derived(key, lambda: hop_index.lists(index, work, self.q_blocks, self.k_blocks))
+            lists = hop_index.lists(index, work, self.q_blocks, self.k_blocks)
             ptr, values = (lists.t_ptr, lists.t_values) if transposed else (lists.ptr, lists.values)
         return {"ptr": ptr, "values": values, "bits": unused, "before": unused, "words": 1}
 

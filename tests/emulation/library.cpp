@@ -94,6 +94,7 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
   p.element = static_cast<Element>(element), p.pairing = static_cast<Pairing>(pairing), p.output = static_cast<Output>(output);
   x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
   x.into(t.column_words), x.into(t.segments), x.into(t.q_segment), x.into(t.bits);
+  x.into(t.list_ptr), x.into(t.list_values);
   x.into(t.column_ptr), x.into(t.column_ids), x.into(t.column_end), x.into(t.column_bits), x.into(p.columns);
   x.into(p.o), x.into(p.o_head), x.into(p.o_row), x.into(p.lse), x.into(p.lse_head);
   a.q = take_map(x, int64_t{p.q_blocks} * kBlock, p.heads);
@@ -122,6 +123,7 @@ extern "C" const char* emulated_backward(const int64_t* given, double scale) {
   p.element = static_cast<Element>(element);
   x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
   x.into(t.column_words), x.into(t.segments), x.into(p.k_segments), x.into(t.bits);
+  x.into(t.reader_ptr), x.into(t.reader_values);
   x.into(t.column_ptr), x.into(t.column_ids), x.into(t.column_end), x.into(t.column_bits);
   x.into(p.column_tile_row), x.into(p.column_tile_begin), x.into(p.column_tiles), x.into(p.columns);
   x.into(p.lse), x.into(p.lse_head), x.into(p.delta), x.into(p.delta_head);

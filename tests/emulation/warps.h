@@ -147,6 +147,7 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
 }
 
 inline bool __any_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return by ? (high << by) | (low >> (32 - by)) : high; }
 

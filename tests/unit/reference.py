@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_sparse_ring.batch import Sequence
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
-from ds_sparse_ring.index import BlockLists, Index, VerticalSlash, mask
+from ds_sparse_ring.index import BlockLists, Index, VerticalSlash, mask, row_of_entries
 from ds_sparse_ring.kernels.dense import DenseAttention
 from ds_sparse_ring.runtime import SparseRing
 from tests.common import rank_device
@@ -65,6 +65,15 @@ def random_block_lists(sequence: Sequence, patterns: int, heads_per_pattern: int
                 chosen = earlier[torch.rand(earlier.shape, generator=generator) < share]
                 pairs.append(torch.stack([torch.full_like(chosen, pattern * blocks + q_block), chosen], 1))
     return BlockLists.from_keys(sequence.segments, patterns, heads_per_pattern, torch.cat(pairs))
+
+
+def long_block_lists(sequence: Sequence, patterns: int, heads_per_pattern: int) -> BlockLists:
+    """Most of the earlier blocks for the last two query blocks, and the first two key blocks for most others."""
+    lists = random_block_lists(sequence, patterns, heads_per_pattern, share=0.8)
+    blocks, row = sequence.layout.blocks, row_of_entries(lists.block_ptr, lists.block_values)
+    kept = (row % blocks >= blocks - 2) | (lists.block_values < 2)
+    pairs = torch.stack([row, lists.block_values], 1)[kept]
+    return BlockLists.from_keys(sequence.segments, patterns, heads_per_pattern, pairs)
 
 
 def packed_batch(lengths: list[int], *, vocabulary: int = 97, seed: int = 0) -> dict[str, Tensor]:

@@ -50,6 +50,9 @@ def check(o: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torc
         pytest.param("vertical-slash", [700], 4, 2, 1, torch.bfloat16, 128, id="gqa"),
         pytest.param("vertical-slash", [333], 8, 1, 4, torch.float16, 128, id="heads-that-share-a-pattern"),
         pytest.param("vertical-slash", [300], 3, 1, 1, torch.bfloat16, 64, id="odd-heads"),
+        pytest.param("block-lists", [1], 1, 1, 1, torch.float16, 64, id="lists-one-token"),
+        pytest.param("block-lists", [130, 1, 257, 64], 4, 2, 1, torch.bfloat16, 128, id="lists-documents"),
+        pytest.param("block-lists", [333], 8, 1, 4, torch.bfloat16, 64, id="lists-heads-that-share-a-pattern"),
         # blocks 12 and 13 are the halves of a tile: the second one reads one stage, and the ring comes round to it
         pytest.param("full", [13 * BLOCK, 1], 1, 1, 1, torch.bfloat16, 128, id="full-a-half-that-waits"),
     ],
@@ -79,7 +82,7 @@ def test_forward_overwrites_and_merges(
     assert kernel._op.calls == calls + 2, "Triton's kernel was called instead"
 
 
-@pytest.mark.parametrize("kind", ["vertical-slash", "full"])
+@pytest.mark.parametrize("kind", ["vertical-slash", "full", "block-lists"])
 def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(kernel: EmulatedKernel, kind: str) -> None:
     sequence, ranks, cut, scale = make_sequence([300, 500]), 3, 2, 128**-0.5  # 13 blocks
     index = make_index(kind, sequence, 2, 1)
@@ -124,6 +127,11 @@ def gradients(
         pytest.param("vertical-slash", [333], 8, 1, 4, torch.bfloat16, 128, 1, id="heads-that-share-a-pattern"),
         pytest.param("vertical-slash", [300, 500], 2, 1, 1, torch.float16, 128, 2, id="hops-of-a-ring"),
         pytest.param("full", [300], 3, 1, 1, torch.bfloat16, 64, 1, id="full-odd-heads"),
+        pytest.param("block-lists", [1], 1, 1, 1, torch.float16, 64, 1, id="lists-one-token"),
+        pytest.param("block-lists", [130, 1, 257, 64], 4, 2, 1, torch.bfloat16, 64, 1, id="lists-documents"),
+        pytest.param("block-lists", [333], 8, 1, 4, torch.float16, 64, 1, id="lists-heads-that-share-a-pattern"),
+        pytest.param("block-lists", [300, 500], 2, 1, 1, torch.bfloat16, 64, 2, id="lists-hops-of-a-ring"),
+        pytest.param("block-lists", [200, 700], 1, 1, 1, torch.float16, 64, 3, id="lists-hops-of-three"),
     ],
 )
 def test_gradients_are_overwritten_and_added(
@@ -164,17 +172,36 @@ def test_gradients_are_overwritten_and_added(
     assert kernel._op.calls == calls + 2 * ranks**2, "Triton's kernel was called instead"
 
 
-@pytest.mark.parametrize(("shared", "overwrite"), [(2, True), (8, False)])
+@pytest.mark.parametrize("segment_tokens", [1024, 4096])
+def test_lists_longer_than_a_warp_is_wide(kernel: EmulatedKernel, segment_tokens: int) -> None:
+    sequence, scale = make_sequence([2500], segment_tokens=segment_tokens), 64**-0.5  # 40 blocks
+    index = make_index("long-lists", sequence, 1, 1)
+    q, k, v = (x.to(torch.float16) for x in global_qkv(sequence, 1, 1, 64))
+    do, expected, work = make_gradient(q), exact(q, k, v, index, scale), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
+    o, lse = empty_result(q)
+    kernel.forward(q, k, v, work, o, lse)
+    check(o, lse, expected, torch.float16)
+    wide = [x.double() for x in (q, k, v, do)]
+    rows = [expected[1], (wide[3] * expected[0]).sum(-1)]
+    same = gradients(TorchKernel(), wide, rows, work, None, overwrite=False)
+    got = gradients(kernel, [q, k, v, do], [x.float() for x in rows], work, None, overwrite=False)
+    for x, true in zip(got, same, strict=True):
+        assert (x.double() - true).square().sum() <= (2 * ERROR[torch.float16]) ** 2 * true.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "overwrite"), [("vertical-slash", 2, True), ("full", 8, False), ("block-lists", 2, False)]
+)
 def test_gradients_of_queries_in_half_precision_are_summed_for_some_heads_at_a_time(
-    kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, shared: int, overwrite: bool
+    kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, kind: str, shared: int, overwrite: bool
 ) -> None:
     sequence, scale = make_sequence([130, 140]), 64**-0.5
-    index = make_index("vertical-slash" if shared == 2 else "full", sequence, 8 // shared, shared)
+    index = make_index(kind, sequence, 8 // shared, shared)
     q, k, v = (x.to(torch.float16) for x in global_qkv(sequence, 8, 4, 64))
     do, work = make_gradient(q), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
     o, lse = exact(q, k, v, index, scale)
     lse, delta = lse.float(), (do.double() * o).sum(-1).float()
-    columns = column_kv(k, v, index, 8) if shared == 2 else None
+    columns = column_kv(k, v, index, 8)
 
     def gradients_of(sums_of_heads: int) -> tuple[list[torch.Tensor], int]:
         monkeypatch.setattr(contract, "SUMS_BYTES", sums_of_heads * 2 * q[0].numel() * 4)

@@ -1,15 +1,16 @@
 // Which keys a tile reads: the union over its two halves of active key blocks, then of tiles of 64 columns.
 //
-// A warp walks the bitmaps of the index together; nothing is sorted or merged. Offsets of both halves are counted from the
-// later half's own block ("top"): at x stands key block top - x, and half h has it on its local offset x - shift[h].
+// A warp walks the bitmaps of the index together; nothing is sorted or merged, but for explicit lists. Offsets of both halves
+// are counted from the later half's own block ("top"): at x stands key block top - x, and half h has it on its local offset
+// x - shift[h].
 #pragma once
 
+#include "merged_lists.cuh"
 #include "problem.cuh"
 #include "ring.cuh"
+#include "tile_scheduler.cuh"
 
 namespace ds_sparse_ring {
-
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 // bits [low, high) of a word that stands at bits [32 * word, 32 * word + 32) of a long bitmap
 __device__ __forceinline__ uint32_t bits_between(int word, int low, int high) {
@@ -89,6 +90,25 @@ __device__ __forceinline__ void for_each_block(const ForwardProblem& p, const Ha
       }
     }
   }
+}
+
+// the same from explicit lists
+template <class Use>
+__device__ __forceinline__ void for_each_listed_block(const ForwardProblem& p, const Tile& tile, Use use) {
+  const Tables& t = p.tables;
+  const Half half = threadIdx.x % 32 < kHalfLanes ? tile.half[0] : tile.half[1];
+  const int top = (tile.half[1].valid ? tile.half[1].block : tile.half[0].block) + t.base, own = half.block + t.base;
+  const int own_at = half.valid && t.own && own >= 0 && own < p.k_blocks ? top - own : -1;  // it comes first
+  int begin = 0, last = -1;
+  if (half.valid) {
+    const int row = half.head / p.heads_per_pattern * p.q_blocks + half.block;
+    begin = t.list_ptr[row], last = t.list_ptr[row + 1] - 1;
+  }
+  const auto entry = [&](int i) { return -i >= begin ? top - t.list_values[-i] : kBehindAll; };  // from the last one on
+  for_each_of_either(own_at, -last, entry, [&](int x, uint32_t halves) {
+    const uint32_t owns = (top - x == tile.half[0].block + t.base) | (top - x == tile.half[1].block + t.base) << 1;
+    use(top - x, halves * kUsed | (t.own ? halves & owns : 0) * kCausal);
+  });
 }
 
 // Global blocks of a lane's two columns of a tile, and the words of the bitmap that say whether diagonals cover them.

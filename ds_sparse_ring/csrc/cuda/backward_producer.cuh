@@ -117,8 +117,12 @@ struct QueryProducer {
     for (int i = 0; i < chunks; ++i) {
       if (leader) atomicMax(p.next_tile + 1, place);
       const int head = tile.kv_head * group + chunk % group;
-      for_each_reader(p, tile.key, from + chunk / group, head / p.heads_per_pattern,
-                      [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); });
+      const int segment = from + chunk / group, pattern = head / p.heads_per_pattern;
+      const auto push = [&](int block, uint32_t flags) { push_queries(head, block, flags, nullptr); };
+      if (p.tables.reader_ptr)
+        for_each_listed_reader(p, tile.key, segment, pattern, push);
+      else
+        for_each_reader(p, tile.key, segment, pattern, push);
       ++place;
       if (++chunk == chunks) chunk = 0, place += skipped;
     }

@@ -37,20 +37,29 @@ struct HopTables {
   int column_tiles = 0;
   std::vector<Tensor> held;
 
-  // bits: empty for the full index. columns: empty, or ptr, ids, end, bits, and row and begin of tiles of 128 columns.
+  // bits: empty for the full index and lists. columns: empty, or ptr, ids, end, bits, and row and begin of tiles of 128 columns.
+  // lists: empty, or ptr and values, and those of the transpose.
   HopTables(int base, bool own, int q_stride, int q_start, int q_blocks, int k_blocks, int patterns, int heads_per_pattern,
             const Tensor& segments, const Tensor& q_segment, const Tensor& k_segments_, const std::optional<Tensor>& bits,
-            const std::vector<Tensor>& of_columns)
+            const std::vector<Tensor>& of_columns, const std::vector<Tensor>& lists)
       : q_blocks(q_blocks), k_blocks(k_blocks), heads_per_pattern(heads_per_pattern), held{segments, q_segment, k_segments_} {
     const int64_t rows = segments.size(0) * patterns;
     Tables& t = tables;
-    t.full = !bits.has_value(), t.own = own, t.base = base, t.q_stride = q_stride, t.q_start = q_start, t.patterns = patterns;
+    t.full = !bits.has_value() && lists.empty(), t.own = own, t.base = base, t.q_stride = q_stride, t.q_start = q_start, t.patterns = patterns;
     t.segments = table<int32_t>(segments, "segments", 3), t.q_segment = table<int32_t>(q_segment, "q_segment", q_blocks);
     k_segments = table<int32_t>(k_segments_, "k_segments", 2 * int64_t{k_blocks});
     if (bits.has_value()) {
       TORCH_CHECK(bits->dim() == 2, "bits: two dimensions were expected");
       t.bits = table<int32_t>(*bits, "bits", rows * bits->size(1)), t.words = bits->size(1);
       held.push_back(*bits);
+    }
+    if (!lists.empty()) {
+      TORCH_CHECK(lists.size() == 4 && !bits.has_value() && of_columns.empty(), "lists: ptr and values, twice, were expected");
+      t.list_ptr = table<int32_t>(lists[0], "list_ptr", int64_t{patterns} * q_blocks + 1);
+      t.list_values = table<int32_t>(lists[1], "list_values", 0);
+      t.reader_ptr = table<int32_t>(lists[2], "reader_ptr", int64_t{patterns} * k_blocks + 1);
+      t.reader_values = table<int32_t>(lists[3], "reader_values", 0);
+      held.insert(held.end(), lists.begin(), lists.end());
     }
     if (of_columns.empty()) return;
     TORCH_CHECK(of_columns.size() == 6 && of_columns[3].dim() == 2, "columns: ptr, ids, end, bits and tiles were expected");
@@ -229,7 +238,7 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::class_<HopTables>(m, "HopTables")
       .def(pybind11::init<int, bool, int, int, int, int, int, int, const Tensor&, const Tensor&, const Tensor&,
-                          const std::optional<Tensor>&, const std::vector<Tensor>&>());
+                          const std::optional<Tensor>&, const std::vector<Tensor>&, const std::vector<Tensor>&>());
   m.def("forward", &forward, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("backward", &backward, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -33,6 +33,11 @@ struct Tables {
   const int64_t* column_ids;   // [C] global tokens, ascending within a row
   const int32_t* column_end;   // [P, n] columns of a query block's row in earlier blocks
   const int32_t* column_bits;  // [S * P, column_words] active global block diagonals
+  // explicit lists in place of `bits` and columns; null: none
+  const int32_t* list_ptr;       // [P * n + 1] row = pattern * n + query block
+  const int32_t* list_values;    // key blocks, ascending within a row, a query block's own left out
+  const int32_t* reader_ptr;     // [P * m + 1] the transpose: row = pattern * m + key block
+  const int32_t* reader_values;  // query blocks, ascending within a row
 };
 
 enum Output : int { kWriteElement = 0, kWriteFloat = 1, kMergeFloat = 2 };

@@ -85,9 +85,13 @@ struct Producer {
       const Tile tile = scheduler.tile_of(number);
       push_queries(number, tile);
       number = next_tile();
+      const auto push = [&](int key, uint32_t flags) { push_keys(&a.k, &a.v, key * kBlock, tile.kv_head, flags, nullptr); };
+      if (p.tables.list_ptr) {
+        for_each_listed_block(p, tile, push);
+        continue;
+      }
       const HalfReads half[kHalves] = {reads_of(p, tile.half[0]), reads_of(p, tile.half[1])};
-      for_each_block(p, half,
-                     [&](int key, uint32_t flags) { push_keys(&a.k, &a.v, key * kBlock, tile.kv_head, flags, nullptr); });
+      for_each_block(p, half, push);
       if (p.tables.column_ptr)
         for_each_column_tile(p, half, [&](int64_t row, uint32_t flags, const uint32_t (&mask)[kHalves][2]) {
           push_keys(&a.column_k, &a.column_v, static_cast<int>(row), 0, flags, mask);

@@ -1,7 +1,7 @@
 // Which query blocks read a tile of keys: the mirror image of active_blocks.cuh.
 //
-// A warp walks the bitmaps of the index together. Offsets of both halves are counted from the earlier key block: query block
-// i stands at y = i - (first key block - base), and half h is on its local offset y - h.
+// A warp walks the bitmaps of the index together, or merges explicit lists. Offsets of both halves are counted from the earlier
+// key block: query block i stands at y = i - (first key block - base), and half h is on its local offset y - h.
 #pragma once
 
 #include "backward.cuh"
@@ -13,7 +13,6 @@
 namespace ds_sparse_ring {
 
 constexpr int kTileColumns = 128;
-constexpr int kBehindAll = 1 << 30;
 
 // Tiles are handed out by a counter: columns first, one part of the queries after the other, then one key/value head after the
 // other, early (long) key blocks first, so that what is handed out last is short.
@@ -97,6 +96,29 @@ __device__ __forceinline__ void for_each_reader(const BackwardProblem& p, int ke
       }
     }
   }
+}
+
+// the same from explicit lists
+template <class Use>
+__device__ __forceinline__ void for_each_listed_reader(const BackwardProblem& p, int key, int segment, int pattern, Use use) {
+  const Tables& t = p.tables;
+  const int mine = key + static_cast<int>(thread_now() % 32) / kHalfLanes;  // the key block of the lane's half
+  const int from = t.segments[3 * segment], to = t.segments[3 * segment + 1];
+  int first = 0, end = 0, own = -1;  // its own query block comes first
+  if (mine < p.k_blocks) {
+    const int row = pattern * p.k_blocks + mine;
+    first = t.reader_ptr[row], end = t.reader_ptr[row + 1];
+    if (t.own && mine - t.base >= from && mine - t.base < to) own = mine - t.base;
+  }
+  first = first_not_below(t.reader_values, first, end, from);
+  const auto entry = [&](int i) {
+    const int block = i < end ? t.reader_values[i] : kBehindAll;
+    return block < to ? block : kBehindAll;
+  };
+  for_each_of_either(own, first, entry, [&](int block, uint32_t halves) {
+    const uint32_t owns = block == key - t.base ? 1 : block == key + 1 - t.base ? 2 : 0;
+    use(block, halves * kReads | (t.own ? halves & owns : 0) * kOwnBlock);
+  });
 }
 
 // calls use(query block, flags, mask) for each query block of the tile's part that reads one of its columns, those from `begin` on
