@@ -20,11 +20,13 @@ from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.config_selectors import (
     BigBirdSelector,
     CompleteSelector,
+    EveryQuerySelector,
     FixedSelector,
     FullSelector,
     LongformerSelector,
     MobaSelector,
     NormSelector,
+    PricedSelector,
     PriceSelector,
     RandomDiagonalsSelector,
     Selector,
@@ -39,6 +41,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "BigBirdSelector",
     "CompleteSelector",
+    "EveryQuerySelector",
     "FixedSelector",
     "FullSelector",
     "LongformerSelector",
@@ -47,6 +50,7 @@ __all__ = [
     "NormSelector",
     "OffloadConfig",
     "PriceSelector",
+    "PricedSelector",
     "RandomDiagonalsSelector",
     "ScheduleConfig",
     "Selector",
@@ -55,6 +59,8 @@ __all__ = [
     "WindowSelector",
     "XAttentionSelector",
 ]
+
+_ASKS_ALL = (EveryQuerySelector, MobaSelector, NormSelector, XAttentionSelector)  # no probe chooses for other queries
 
 
 class OffloadConfig(Strict):
@@ -267,7 +273,7 @@ class SparseRingConfig(Strict):
                     f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
                     f"leave it out, and set the selector's own {', '.join(own)}"
                 )
-        if self.probe == "previous" and isinstance(self.selector, MobaSelector | XAttentionSelector | NormSelector):
+        if self.probe == "previous" and isinstance(self.selector, _ASKS_ALL):
             raise ValueError(
                 f'probe = "previous" has no effect on selector "{kind}", whose query blocks choose for themselves: '
                 'use probe = "own"'

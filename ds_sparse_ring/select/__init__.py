@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_sparse_ring.config import (
     BigBirdSelector,
     CompleteSelector,
+    EveryQuerySelector,
     FixedSelector,
     FullSelector,
     LongformerSelector,
@@ -27,6 +28,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select.bigbird import select_bigbird
+from ds_sparse_ring.select.every_query import select_by_every_query
 from ds_sparse_ring.select.maps import AttentionMap, attention_map
 from ds_sparse_ring.select.mass import select_by_mass
 from ds_sparse_ring.select.moba import select_moba
@@ -62,9 +64,12 @@ def select_index(
     selector = context.selector
     if isinstance(selector, FullSelector):
         return FullIndex(context.segments, patterns, group)
+    fast = method == "triton" or (method == "auto" and _has_triton(q))
+    if isinstance(selector, EveryQuerySelector):
+        return select_by_every_query(selector, q, k, context, scale, fast=fast)
     if isinstance(selector, CompleteSelector):
         return _complete_index(selector, q, k, context, scale, patterns)
-    if method == "triton" or (method == "auto" and _has_triton(q)):
+    if fast:
         from ds_sparse_ring.select.fast import select_fast  # imports Triton
 
         return select_fast(q, k, context, scale, selector)

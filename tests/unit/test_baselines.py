@@ -32,6 +32,7 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "moba", "top_k": 2, "block_tokens": 128},
     {"kind": "xattention", "threshold": 0.6, "stride": 8},
     {"kind": "norm", "columns": 40, "window_blocks": 1, "sink_tokens": 3},
+    {"kind": "every_query", "price": 0.3, "window_blocks": 1, "sink_tokens": 3},
 ]
 STATIC, CHOSEN, NORM = KINDS[:4], KINDS[4:6], KINDS[6]
 LENGTHS = [300, 70, 520]  # 5, 2 and 9 blocks
@@ -299,6 +300,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"selector": {"kind": "xattention", "stride": 3}}, "selector.stride = 3.*1, 2, 4, 8, 16, 32 or 64"),
     ({"selector": {"kind": "xattention", "threshold": 90}}, "selector.threshold = 90"),
     ({"selector": {"kind": "norm", "columns": -1}}, "selector.columns = -1"),
+    ({"selector": {"kind": "every_query", "price": 0}}, "selector.price = 0.*greater than 0"),
+    ({"selector": {"kind": "every_query"}, "probe": "previous"}, 'probe = "previous" has no effect on selector "every_query"'),
     ({"selector": {"kind": "norm"}, "probe": "previous"}, 'probe = "previous" has no effect on selector "norm"'),
     ({"selector": {"kind": "window"}, "local_blocks": 4}, 'local_blocks = 4 has no effect on selector "window".*window_blocks'),
     ({"selector": {"kind": "moba"}, "sink_tokens": 0}, 'sink_tokens = 0 has no effect on selector "moba".*leave it out'),

@@ -166,7 +166,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "start_selector cannot stand beside target_density.*use start_density",
     ),
     ({"target_density": 5}, "price", "schedule.target_density = 5: should be less than or equal to 1"),
-    ({"target_density": 0.1}, "fixed", 'target_density = 0.1 moves the price of selector "price"; this one is "fixed"'),
+    (
+        {"target_density": 0.1},
+        "fixed",
+        'target_density = 0.1 moves the price of "price", "every_query"; this selector is "fixed"',
+    ),
     ({"min_layer_density": 0.1}, "moba", "min_layer_density = 0.1 moves the price"),
     ({"min_layer_density": 0.2, "target_density": 0.1}, "price", "min_layer_density = 0.2 is above target_density = 0.1"),
     ({"refresh_steps": 0}, "price", "schedule.refresh_steps = 0"),
