@@ -106,6 +106,7 @@ class _SparseRingAttention(torch.autograd.Function):
         if not context.heads_exchanged:
             with context.meter.timed("attention"), context.meter.timed("heads"):
                 q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
+        context = context.with_group(q.shape[0] // k.shape[0])
         kept = slot.take() if slot is not None else None
         if kept is not None and kept.index.segments != context.segments:
             raise SparseRingError(
@@ -204,7 +205,7 @@ def _choose(q: Tensor, k: Tensor, context: SequenceContext, layer: int, scale: f
     step = context.step
     if step is None or isinstance(context.selector, FullSelector):
         return select_index(q, k, context, scale=scale)
-    index = kept = step.kept(layer, context.segments, q.shape[0] // context.config.heads_per_pattern)
+    index = kept = step.kept(layer, context.segments, q.shape[0] // context.heads_per_pattern)
     if index is None:
         index = select_index(q, k, context, scale=scale)
         if step.reuse is not None:
@@ -220,7 +221,7 @@ def _report(q: Tensor, k: Tensor, index: Index, context: SequenceContext, layer:
     """Tell the meter what the index keeps; the density is weighted by the causal area of each segment."""
     spans = context.layout.spans(context.rank)
     by_span = torch.stack([span_pairs(index, span.map, span.blocks) for span in spans])
-    local_pairs = by_span.sum(0) * context.config.heads_per_pattern
+    local_pairs = by_span.sum(0) * context.heads_per_pattern
     patterns = [index.patterns] * context.axes.ulysses_size
     if context.heads_exchanged:  # another library's shares of the heads may be unequal
         patterns = context.axes.ulysses_counts(index.patterns, q.device)

@@ -159,7 +159,8 @@ def plan(
     hardware: Annotated[str, typer.Option(help=_PROFILES)] = "h200",
     density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
     columns: Annotated[
-        float | None, typer.Option(help="Share of all causal pairs that are columns; default: 0.3 x --density.")
+        float | None,
+        typer.Option(help="Share of all causal pairs that are columns; default: 0.3 x --density, of every_query all."),
     ] = None,
     liger: Annotated[bool, typer.Option("--liger", help="Norms, rotary embedding and gates by Liger's kernels.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,

@@ -194,8 +194,8 @@ class SparseRingConfig(Strict):
     sink_tokens: int = Field(default=4, ge=0)
     """First tokens of each document that are always active; tokens."""
 
-    heads_per_pattern: int = Field(default=1, ge=1)
-    """Query heads that share one choice; must divide the number of query heads per KV head."""
+    heads_per_pattern: int | None = Field(default=1, ge=1)
+    """Query heads that share one choice; must divide the number of query heads per KV head; null is all of a KV head."""
 
     dense_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start of training that use the full index."""
@@ -360,7 +360,7 @@ class SparseRingConfig(Strict):
             )
         if self.ulysses_degree > num_kv_heads:
             group = num_q_heads // self.ulysses_degree  # each rank has a part of a group
-        if group % self.heads_per_pattern:
+        if self.heads_per_pattern is not None and group % self.heads_per_pattern:
             divisors = [n for n in range(1, group + 1) if group % n == 0]
             raise SparseRingError(
                 f"{self.SECTION}.heads_per_pattern = {self.heads_per_pattern} does not divide the {group} query heads "

@@ -82,8 +82,8 @@ def _check_controller(schedule: Any, selector: Any) -> None:
     for name, value in (("target_density", target), ("min_layer_density", floor)):
         if value is not None and selector.kind not in _WITH_PRICE:
             raise ValueError(
-                f'schedule.{name} = {value:g} moves the price of {_quoted(_WITH_PRICE)}; this selector is "{selector.kind}": use one '
-                "of them, or set the selector's own budget"
+                f'schedule.{name} = {value:g} moves the price of {_quoted(_WITH_PRICE)}; this selector is "{selector.kind}": '
+                "use one of them, or set the selector's own budget"
             )
     if floor is not None and target is not None and floor > target:
         raise ValueError(

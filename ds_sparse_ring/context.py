@@ -50,6 +50,18 @@ class SequenceContext:
         """The same sequence for one of the model's layers, with the selector that its step has for it."""
         return replace(self, layer=layer, selector=self.selector if self.step is None else self.step.selector_of(layer))
 
+    def with_group(self, heads: int) -> SequenceContext:
+        """The same for a layer with so many query heads per KV head on this rank, if all of them are to share a pattern."""
+        if self.config.heads_per_pattern is not None:
+            return self
+        return replace(self, config=self.config.model_copy(update={"heads_per_pattern": heads}))
+
+    @property
+    def heads_per_pattern(self) -> int:
+        """Query heads that share one choice."""
+        assert self.config.heads_per_pattern is not None, "with_group comes first"
+        return self.config.heads_per_pattern
+
     @property
     def rank(self) -> int:
         """This process's place in the ring."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_sparse_ring.config import FixedSelector, FullSelector, SparseRingConfig
+from ds_sparse_ring.config import EveryQuerySelector, FixedSelector, FullSelector, SparseRingConfig
 from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.memory import Memory, memory_of, plan_report, ring_layout, rows_of
@@ -80,7 +80,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         schedule,
         forward,
         backward,
-        index_ms=_index_share(job) * (forward.compute + backward.compute),
+        index_ms=_index_ms(job, heads, layout.ranks, forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
         columns_ms=_columns_ms(job, rows_of(job, heads, kv_heads), shard, layout.ranks, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
@@ -108,12 +108,15 @@ def _rest_rate(job: Job) -> float:
     return rate if job.config.layer_chunk_tokens is None else rate * machine.chunked
 
 
-def _index_share(job: Job) -> float:
-    """Time for choosing the index over that of attention."""
-    selector = job.config.selector
+def _index_ms(job: Job, heads: int, ranks: int, attention_ms: float) -> float:
+    """Choosing the index of a layer, for this rank's ``heads`` and its part of a ring."""
+    machine, selector = job.hardware, job.config.selector
     if isinstance(selector, FullSelector):
         return 0.0
-    return job.hardware.fixed_index_share if isinstance(selector, FixedSelector) else job.hardware.index_share
+    if isinstance(selector, EveryQuerySelector):
+        pairs = job.tokens * (job.tokens + 1) / 2 / ranks
+        return 2 * job.model.head_size * heads * pairs / machine.scores / 1e9
+    return attention_ms * (machine.fixed_index_share if isinstance(selector, FixedSelector) else machine.index_share)
 
 
 def _exchange_ms(job: Job, ulysses: int, local: int) -> float:

@@ -53,6 +53,8 @@ class Hardware(BaseModel):
     """Time for choosing the index over that of the sparse attention of one layer, both passes; by thresholds (price, top_p)."""
     fixed_index_share: float
     """Likewise by the fixed selector, which ranks the sums of every head and segment."""
+    scores: float
+    """Scores of all queries and keys without attention (every_query), TFLOP/s at 2 D a causal pair."""
 
 
 _A100: dict[str, Any] = {
@@ -72,6 +74,7 @@ _A100: dict[str, Any] = {
     "host_gb_s": 25,
     "index_share": 0.05,
     "fixed_index_share": 0.1,
+    "scores": 100,
 }
 _H200: dict[str, Any] = {
     "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
@@ -90,6 +93,7 @@ _H200: dict[str, Any] = {
     "host_gb_s": 55,
     "index_share": 0.04,
     "fixed_index_share": 0.09,
+    "scores": 312,
 }
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",
@@ -108,6 +112,7 @@ _CPU: dict[str, Any] = {
     "host_gb_s": 10,
     "index_share": 1.0,
     "fixed_index_share": 1.0,
+    "scores": 0.1,
 }
 _PROFILES = [
     Hardware(name="h200", memory_gib=139, host_gib=238, **_H200),

@@ -129,15 +129,16 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
 
 
 def columns_of(job: Job, heads: int) -> float:
-    """Columns of all segments and heads of a layer, each read by the queries of its segment; every rank has all of them.
+    """Columns of all segments and patterns of a layer, each read by the queries of its segment; every rank has all of them.
 
     The fixed selector says how many; otherwise they follow from the share of pairs that they are.
     """
     selector, segment = job.config.selector, min(job.tokens, job.config.segment_tokens or job.tokens)
+    kv_heads = max(1, job.model.num_key_value_heads * heads // job.model.num_attention_heads)
+    patterns = heads / (job.config.heads_per_pattern or heads // kv_heads)
     if isinstance(selector, FixedSelector):
-        ends = range(segment, job.tokens + segment, segment)
-        return heads / job.config.heads_per_pattern * sum(min(selector.columns, end) for end in ends)
-    return heads * job.columns * job.tokens**2 / 2 / segment
+        return patterns * sum(min(selector.columns, end) for end in range(segment, job.tokens + segment, segment))
+    return patterns * job.columns * job.tokens**2 / 2 / segment
 
 
 def rows_of(job: Job, heads: int, kv_heads: int) -> float:

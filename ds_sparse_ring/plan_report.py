@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_sparse_ring.config import FullSelector, SparseRingConfig
+from ds_sparse_ring.config import EveryQuerySelector, FullSelector, SparseRingConfig
 from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
@@ -106,7 +106,8 @@ def read_job(
     config = SparseRingConfig() if file is None else SparseRingConfig.from_deepspeed(file)
     states = {"zero_stage": 3} if file is None else states_of(load_ds_json(file))
     if columns is None:
-        columns = _COLUMNS_OF_DENSITY * density
+        # every_query has no diagonals but its window, a small share of a long sequence
+        columns = density * (1.0 if isinstance(config.selector, EveryQuerySelector) else _COLUMNS_OF_DENSITY)
     if not 0 <= columns <= density <= 1:
         raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
     share = (1.0, 0.0) if isinstance(config.selector, FullSelector) else (density, columns)

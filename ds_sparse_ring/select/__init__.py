@@ -59,7 +59,8 @@ def select_index(
     Raises:
         SparseRingError: the probed scores are not finite; a dtype that the method asked for does not know.
     """
-    group = context.config.heads_per_pattern
+    context = context.with_group(q.shape[0] // k.shape[0])
+    group = context.heads_per_pattern
     patterns = q.shape[0] // group
     selector = context.selector
     if isinstance(selector, FullSelector):

@@ -53,7 +53,7 @@ def select_bigbird(selector: BigBirdSelector, context: SequenceContext, patterns
     random = first + sinks + drawn(hashed(turn, place), turn, number, count.clamp(min=1), between.clamp(min=1))
     values = torch.where(place < sinks, first + place, torch.where(number < count, random, window + number - count))
     values = in_order(row, values)
-    return BlockLists(context.segments, patterns, context.config.heads_per_pattern, rows.ptr, values)
+    return BlockLists(context.segments, patterns, context.heads_per_pattern, rows.ptr, values)
 
 
 @lru_cache(maxsize=8)

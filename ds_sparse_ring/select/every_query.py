@@ -78,7 +78,7 @@ def select_by_every_query(
     Args:
         q: ``[H, n, D]``; k: ``[K, n, D]``. fast: by the Triton kernel.
     """
-    group = context.config.heads_per_pattern
+    group = context.heads_per_pattern
     patterns = q.shape[0] // group
     check_finite(q, k, context=context)
     slots = _slots(context.segments, patterns, selector.window_blocks, selector.sink_tokens, q.device)

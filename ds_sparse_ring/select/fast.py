@@ -101,7 +101,7 @@ def _needed(probe: Probe, bounds: Bounds, price: float) -> Tensor:
     most = probe.lse.new_empty(t.diagonal_slots)
     kernels.bound_kernel[grid](
         bounds.sums, bounds.anchors, probe.lse, t.groups, t.segments, t.diagonal_tiles, t.local_of, most, probe.groups, patterns,
-        HPP=probe.context.config.heads_per_pattern,
+        HPP=probe.context.heads_per_pattern,
     )  # fmt: skip
     most = probe.context.axes.ring_sum(most)
     needed = most.new_empty(t.diagonal_slots, dtype=torch.int8)
@@ -137,7 +137,7 @@ def _index(probe: Probe, words: Tensor, flags: Tensor, refused: Tensor) -> Verti
         column_values = _cut(column_values, columns)
     if context.axes.ring_size > 1:
         column_ptr, column_values = _over_the_ring(probe, column_ptr, column_values, [row[0] for row in summaries])
-    group, diagonal_values = context.config.heads_per_pattern, _cut(diagonal_values, diagonals)
+    group, diagonal_values = context.heads_per_pattern, _cut(diagonal_values, diagonals)
     return VerticalSlash(context.segments, patterns, group, diagonal_ptr, diagonal_values, column_ptr, column_values)
 
 

@@ -60,13 +60,13 @@ class Probe:
     @property
     def options(self) -> dict[str, Any]:
         """Compile-time arguments of the kernels that score the rows of patterns."""
-        heads = self.context.config.heads_per_pattern
+        heads = self.context.heads_per_pattern
         return {"HPP": heads, **_options(self.q_rows, self.k, heads)}
 
     @property
     def together(self) -> int:
         """Heads of a pattern that are scored together."""
-        return together(self.q_rows.shape[2], self.q_rows.element_size(), self.context.config.heads_per_pattern)
+        return together(self.q_rows.shape[2], self.q_rows.element_size(), self.context.heads_per_pattern)
 
 
 def launch_options(head_size: int, element_bytes: int, heads: int = 1) -> dict[str, int]:
@@ -98,7 +98,7 @@ def _options(q: Tensor, k: Tensor, heads: int = 1) -> dict[str, Any]:
 
 def make_probe(q: Tensor, k: Tensor, context: SequenceContext, scale: float, bounded: bool) -> tuple[Probe, Tensor]:
     """Rows and log-sum-exp of all probes; and flags on the device: some score is not finite."""
-    patterns = q.shape[0] // context.config.heads_per_pattern
+    patterns = q.shape[0] // context.heads_per_pattern
     tables = tables_of(context, patterns, q.device)
     k = k if k.stride(2) == 1 else k.contiguous()
     q_rows = q.index_select(1, tables.rows)

@@ -42,7 +42,7 @@ def select_by_mass(
 ) -> Chosen:
     """Columns and diagonals of all segments by ranked mass. Collective over the ring; arguments as in `select_index`."""
     config, segments = context.config, context.segments
-    patterns = q.shape[0] // config.heads_per_pattern
+    patterns = q.shape[0] // context.heads_per_pattern
     column_budget, slash_budget = budgets(selector)
     empty = torch.empty(0, 2, dtype=torch.int64, device=q.device)
     columns, diagonals = [empty], [empty]
@@ -50,7 +50,7 @@ def select_by_mass(
         target = target_segment(segments, probe.segment, config)
         if target is None:
             continue
-        p = pattern_mean(probe.p, config.heads_per_pattern).double()  # [P, r, b, T]
+        p = pattern_mean(probe.p, context.heads_per_pattern).double()  # [P, r, b, T]
         pattern, token = _top(p.mean(1).flatten(1), probe.key_tokens.flatten(), column_budget, context.axes)
         columns.append(torch.stack([target * patterns + pattern, token], 1))
         slashes = context.axes.ring_sum(_token_diagonal_mass(p, probe, context))

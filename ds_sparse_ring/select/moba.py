@@ -61,7 +61,7 @@ def select_moba(selector: MobaSelector, q: Tensor, k: Tensor, context: SequenceC
     table = torch.nn.functional.pad(chosen.flatten(0, 1), (0, 1))  # one more, so that every number has a place
     chunk = torch.where(number < kept, table[row, number], chunks.own[query])
     values = chunks.begin[chunk] + place - number * size
-    return BlockLists(context.segments, patterns, context.config.heads_per_pattern, chunks.ptr, values)
+    return BlockLists(context.segments, patterns, context.heads_per_pattern, chunks.ptr, values)
 
 
 def _best_chunks(queries: Tensor, keys: Tensor, chunks: _Chunks, context: SequenceContext, count: int) -> Tensor:

@@ -25,7 +25,7 @@ from ds_sparse_ring.select.static import window_index
 
 def select_norm(selector: NormSelector, k: Tensor, context: SequenceContext, patterns: int) -> VerticalSlash:
     """The nearest blocks, the first tokens and the columns of most norm. Collective over the ring; k ``[K, n, D]``."""
-    group, segments = context.config.heads_per_pattern, context.segments
+    group, segments = context.heads_per_pattern, context.segments
     window = WindowSelector(window_blocks=selector.window_blocks, sink_tokens=selector.sink_tokens)
     nearest = window_index(window, context, patterns, k.device)
     norms = torch.linalg.vector_norm(k.to(accumulator_dtype(k.dtype)), dim=2)  # [K, n]

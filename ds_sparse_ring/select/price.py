@@ -32,7 +32,7 @@ from ds_sparse_ring.select.probe import (
 def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float, price: float) -> Chosen:
     """Columns and diagonals of all segments by one price. Collective over the ring; arguments as in `select_index`."""
     config, segments = context.config, context.segments
-    patterns = q.shape[0] // config.heads_per_pattern
+    patterns = q.shape[0] // context.heads_per_pattern
     reach = [s.end - s.document_begin for s in segments]
     # one run of offsets per segment, as long as it reaches: many short documents take little
     bounds = list(accumulate(reach))
@@ -43,7 +43,7 @@ def select_by_price(q: Tensor, k: Tensor, context: SequenceContext, scale: float
         target = target_segment(segments, probe.segment, config)
         if target is None:
             continue
-        left = pattern_mean(probe.p, config.heads_per_pattern).float()  # [P, r, b, T]
+        left = pattern_mean(probe.p, context.heads_per_pattern).float()  # [P, r, b, T]
         _take_out_forced(left, probe, context)
         taken = left.mean(1) > price  # [P, b, T]
         pattern, block, token = taken.nonzero(as_tuple=True)

@@ -28,7 +28,7 @@ def window_index(
     selector: WindowSelector | LongformerSelector, context: SequenceContext, patterns: int, device: torch.device
 ) -> VerticalSlash:
     """The nearest blocks of every query block, and global tokens; one object for all layers of a sequence."""
-    return _window_index(selector, context.segments, patterns, context.config.heads_per_pattern, device)
+    return _window_index(selector, context.segments, patterns, context.heads_per_pattern, device)
 
 
 @lru_cache(maxsize=8)
@@ -104,7 +104,7 @@ def random_diagonals(
     far_off = near + drawn(hashed(turn, place), turn, place - near, far.clamp(min=1), (reach - near).clamp(min=1))
     values = in_order(row, torch.where(place < near, place, far_off))
     columns = common.column_ptr, common.column_values
-    return VerticalSlash(context.segments, patterns, context.config.heads_per_pattern, common.ptr, values, *columns)
+    return VerticalSlash(context.segments, patterns, context.heads_per_pattern, common.ptr, values, *columns)
 
 
 @lru_cache(maxsize=8)

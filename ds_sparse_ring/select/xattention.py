@@ -96,4 +96,4 @@ def _lists(kept: Tensor, blocks: Tensor, context: SequenceContext) -> BlockLists
     pairs = context.axes.ring_gather_rows(pairs).sort().values  # each query block has one rank: no pair is there twice
     ptr = torch.searchsorted(pairs, torch.arange(patterns * total + 1, device=pairs.device) << VALUE_BITS)
     values = pairs & ((1 << VALUE_BITS) - 1)
-    return BlockLists(context.segments, patterns, context.config.heads_per_pattern, ptr, values)
+    return BlockLists(context.segments, patterns, context.heads_per_pattern, ptr, values)

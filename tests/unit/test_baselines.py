@@ -362,7 +362,7 @@ class TestBaselinesOnRings(DistributedTest):
 
     def test_outputs_and_gradients_equal_dense_masked_attention(self) -> None:
         plans: list[tuple[dict[str, Any], list[dict[str, Any]]]]
-        plans = [({"ulysses_degree": 2}, [KINDS[2], *CHOSEN])]
+        plans = [({"ulysses_degree": 2}, [KINDS[2], *CHOSEN]), ({"ulysses_degree": 2, "heads_per_pattern": None}, KINDS[-1:])]
         if dist.get_world_size() == 2:
             plans = [({}, KINDS), ({"layout": "zigzag"}, KINDS[2:3]), ({"layout": "contiguous"}, CHOSEN[:1])]
             _check_against_dense([200, 90], 4, 1, selector=CHOSEN[0], heads_per_pattern=2)

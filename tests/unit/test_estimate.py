@@ -92,6 +92,18 @@ def test_the_fixed_selector_says_how_many_columns_memory_must_hold() -> None:
     assert columns_of(_job(1, 10000, config), 16) == 8 * (4096 + 5000 + 5000)  # a segment's own tokens bound the first ones
 
 
+def test_where_every_query_chooses_all_scores_are_paid_for_and_a_pattern_holds_its_columns_once() -> None:
+    config = SparseRingConfig(selector={"kind": "every_query"}, segment_tokens=1024, heads_per_pattern=8)
+    job = _job(2, config=config, density=0.05, columns=0.05)
+    flops = 16 * 131072 * 131073 / 2 * 2 * 128
+    assert estimate(job, Schedule()).index_ms == pytest.approx(flops / 2 / job.hardware.scores / 1e9)
+    assert columns_of(job, 16) == pytest.approx(2 * 0.05 * 131072**2 / 2 / 1024)
+    shared = replace(job, config=config.model_copy(update={"heads_per_pattern": None}))
+    assert columns_of(shared, 16) == columns_of(job, 16) and columns_of(shared, 4) == columns_of(job, 8), (
+        "4 ranks share 2 KV heads"
+    )
+
+
 def test_the_shape_of_a_model_counts_its_parameters() -> None:
     assert SHAPES["qwen2.5-3b"].parameters == pytest.approx(3.09e9, rel=0.01)
 

@@ -117,6 +117,16 @@ def test_a_key_that_one_query_in_the_middle_wants_is_kept_in_its_segment_alone()
     assert found == [(2, 1, [77])]
 
 
+def test_all_heads_of_a_kv_head_share_a_pattern_where_none_are_named() -> None:
+    for heads, kv_heads in ((6, 2), (2, 2)):
+        q, k, context = _inputs([500], heads, kv_heads, segment_tokens=128, heads_per_pattern=None, selector=_selector())
+        _, _, named = _inputs(
+            [500], heads, kv_heads, segment_tokens=128, heads_per_pattern=heads // kv_heads, selector=_selector()
+        )
+        index = _chosen(q, k, context)
+        assert index.patterns == kv_heads and index.equal(_chosen(q, k, named))
+
+
 def test_tokens_that_fill_up_a_document_want_nothing() -> None:
     q, k, context = _inputs([290, 130], 2, 1, segment_tokens=128, selector=_selector())
     expected = _chosen(q, k, context)

@@ -59,12 +59,12 @@ def _check(q: Tensor, k: Tensor, context: SequenceContext) -> VerticalSlash:
     if got.equal(expected):
         return got
     assert isinstance(context.selector, PriceSelector), "masses of random inputs are far apart: other selectors must agree"
-    price, patterns = context.selector.price, q.shape[0] // context.config.heads_per_pattern
+    price, patterns = context.selector.price, q.shape[0] // context.heads_per_pattern
     for probe in row_probabilities(q, k, probe_groups(context.segments, context.config), context, SCALE):
         s = target_segment(context.segments, probe.segment, context.config)
         if s is None:
             continue
-        left = pattern_mean(probe.p, context.config.heads_per_pattern)
+        left = pattern_mean(probe.p, context.heads_per_pattern)
         _take_out_forced(left, probe, context)
         mass = left.mean(1)
         left.masked_fill_((mass > price)[:, None], 0)
