@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.kernels.cuda_attention import CudaKernel
+from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.op_builder.builder import CSRC
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -33,7 +34,8 @@ def build(folder: Path) -> ctypes.CDLL:
     )
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(library))
-    loaded.emulated_forward.restype = loaded.emulated_backward.restype = ctypes.c_char_p
+    for function in (loaded.emulated_forward, loaded.emulated_backward, loaded.emulated_wanted):
+        function.restype = ctypes.c_char_p
     return loaded
 
 
@@ -112,6 +114,19 @@ class EmulatedOp:
         for column in (column_k, column_v):
             numbers += [0] * 3 if column is None else [column.data_ptr(), 0, column.stride(0)]
         failure = self._library.emulated_backward((ctypes.c_int64 * len(numbers))(*map(int, numbers)), ctypes.c_double(scale))
+        assert not failure, failure.decode()
+        self.calls += 1
+
+    def mark_wanted(
+        self, words: Tensor, q: Tensor, k: Tensor, rows: list[Tensor], patterns: int, window: int, scale: float, price: float
+    ) -> None:
+        """See ``mark_wanted`` in bindings.cpp."""
+        numbers = [q.dtype == torch.float16, q.shape[2], q.shape[0], k.shape[0], q.shape[1] // BLOCK, k.shape[1]]
+        numbers += [q.shape[0] // patterns, window, *(x.data_ptr() for x in rows), words.data_ptr()]
+        for x in (q, k):
+            numbers += [x.data_ptr(), *x.stride()[:2]]
+        given = (ctypes.c_int64 * len(numbers))(*map(int, numbers))
+        failure = self._library.emulated_wanted(given, ctypes.c_double(scale), ctypes.c_double(price))
         assert not failure, failure.decode()
         self.calls += 1
 

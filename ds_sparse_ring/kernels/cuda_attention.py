@@ -105,6 +105,24 @@ class CudaKernel(TritonKernel):
             add(part, first, overwrite)
             of_call.copy_(part)
 
+    def marks_wanted(self, q: Tensor, scale: float) -> bool:
+        """Whether `mark_wanted` knows such queries."""
+        return _offered(q, q) and scale > 0
+
+    def mark_wanted(
+        self, words: Tensor, q: Tensor, k: Tensor, rows: list[Tensor], patterns: int, window: int, scale: float, price: float
+    ) -> None:
+        """Set the bits of the keys that queries want, see ``select/every_query.py``.
+
+        Args:
+            words: int64, bits by slot. q: ``[H, n, D]``; k: ``[K, N, D]``, keys of the whole sequence.
+            rows: global number, first block of the document, valid tokens, first slot and slots of a pattern of each query block,
+                int64 ``[n / BLOCK]``.
+            window: blocks that a query block reads anyway.
+            price: share of the sum from which on a key is wanted.
+        """
+        self._op.mark_wanted(words, q, k, rows, patterns, window, scale, price)
+
     def _tables(self, work: Work, q_blocks: int, k_blocks: int, device: torch.device, with_columns: bool) -> Any:
         """Addresses of the tables of a hop; the op keeps them alive. Cached with the index, as the tables are."""
         index = work.index

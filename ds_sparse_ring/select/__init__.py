@@ -28,7 +28,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.index import FullIndex, Index, VerticalSlash
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select.bigbird import select_bigbird
-from ds_sparse_ring.select.every_query import select_by_every_query
+from ds_sparse_ring.select.every_query import fastest_method, select_by_every_query
 from ds_sparse_ring.select.maps import AttentionMap, attention_map
 from ds_sparse_ring.select.mass import select_by_mass
 from ds_sparse_ring.select.moba import select_moba
@@ -50,7 +50,8 @@ def select_index(
     Args:
         q: this rank's queries after RoPE, ``[H, n, D]``; k: its keys, ``[K, n, D]``.
         scale: multiplies q.k before the softmax.
-        method: "auto" takes the Triton kernels for float16, bfloat16 and float32 on a GPU, else the readable reference.
+        method: "auto" takes the Triton kernels for float16, bfloat16 and float32 on a GPU ("every_query": the CUDA kernel where
+            attention is done by that backend), else the readable reference.
 
     Returns:
         The full index, a `VerticalSlash` over all segments, or `BlockLists` from "bigbird", "moba" and "xattention"; equal on
@@ -67,7 +68,8 @@ def select_index(
         return FullIndex(context.segments, patterns, group)
     fast = method == "triton" or (method == "auto" and _has_triton(q))
     if isinstance(selector, EveryQuerySelector):
-        return select_by_every_query(selector, q, k, context, scale, fast=fast)
+        fastest = fastest_method(q, context.kernel, scale) if method == "auto" and fast else "triton"
+        return select_by_every_query(selector, q, k, context, scale, fastest if fast else "reference")
     if isinstance(selector, CompleteSelector):
         return _complete_index(selector, q, k, context, scale, patterns)
     if fast:

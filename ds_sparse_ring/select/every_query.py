@@ -18,9 +18,10 @@ segment * P + pattern. Bits stand in *slots*, int64 words of 64 tokens, ascendin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +30,15 @@ from ds_sparse_ring.config import EveryQuerySelector, WindowSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.index import VerticalSlash, segment_of_blocks
-from ds_sparse_ring.kernels.contract import accumulator_dtype
+from ds_sparse_ring.kernels.contract import Kernel, accumulator_dtype
 from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.select.blocks import check_finite, local_blocks, of_all_blocks
 from ds_sparse_ring.select.static import window_index
+
+if TYPE_CHECKING:
+    from ds_sparse_ring.kernels.cuda_attention import CudaKernel
+
+Method = Literal["cuda", "triton", "reference"]
 
 _TOGETHER = 1 << 20  # words that are unpacked at a time, 64 bytes each, or exchanged
 
@@ -71,12 +77,12 @@ class LocalRows:
 
 
 def select_by_every_query(
-    selector: EveryQuerySelector, q: Tensor, k: Tensor, context: SequenceContext, scale: float, *, fast: bool
+    selector: EveryQuerySelector, q: Tensor, k: Tensor, context: SequenceContext, scale: float, method: Method
 ) -> VerticalSlash:
     """The nearest blocks, the first tokens and what any query wants. Collective over the ring.
 
     Args:
-        q: ``[H, n, D]``; k: ``[K, n, D]``. fast: by the Triton kernel.
+        q: ``[H, n, D]``; k: ``[K, n, D]``. method: what looks at the scores, see `fastest_method`.
     """
     group = context.heads_per_pattern
     patterns = q.shape[0] // group
@@ -85,12 +91,7 @@ def select_by_every_query(
     rows = _local_rows(context.layout, context.rank, context.segments, patterns, q.device)
     keys = of_all_blocks(k.unflatten(1, (-1, BLOCK)), context).flatten(1, 2)
     words = torch.zeros(slots.count, dtype=torch.int64, device=q.device)
-    if fast:
-        from ds_sparse_ring.select.triton_every_query import mark_wanted  # imports Triton
-
-        mark_wanted(words, q, keys, rows, selector, patterns, scale)
-    else:
-        _mark_wanted(words, q, keys, rows, selector, patterns, scale)
+    _marker(method, context.kernel)(words, q, keys, rows, selector, patterns, scale)
     _or_over_ring(words, context)
     words[slots.sinks] |= slots.sink_words
     nearest = window_index(
@@ -98,6 +99,40 @@ def select_by_every_query(
     )  # its diagonals
     columns = _compressed_rows(words, slots)
     return VerticalSlash(context.segments, patterns, group, nearest.diagonal_ptr, nearest.diagonal_values, *columns)
+
+
+def fastest_method(q: Tensor, kernel: Kernel, scale: float) -> Literal["cuda", "triton"]:
+    """On a GPU: the CUDA kernel if attention is done by its backend and it knows such queries, else Triton's."""
+    if kernel.name != "cuda":
+        return "triton"
+    return "cuda" if cast("CudaKernel", kernel).marks_wanted(q, scale) else "triton"
+
+
+def _marker(
+    method: Method, kernel: Kernel
+) -> Callable[[Tensor, Tensor, Tensor, LocalRows, EveryQuerySelector, int, float], None]:
+    """What sets the bits, with the arguments of `_mark_wanted`."""
+    if method == "reference":
+        return _mark_wanted
+    if method == "cuda":
+        return partial(_mark_by_cuda, cast("CudaKernel", kernel))
+    from ds_sparse_ring.select.triton_every_query import mark_wanted  # imports Triton
+
+    return mark_wanted
+
+
+def _mark_by_cuda(
+    kernel: CudaKernel,
+    words: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    rows: LocalRows,
+    selector: EveryQuerySelector,
+    patterns: int,
+    scale: float,
+) -> None:
+    tables = [rows.block, rows.first, rows.valid, rows.slot, rows.reach]
+    kernel.mark_wanted(words, q, keys, tables, patterns, selector.window_blocks, scale, selector.price)
 
 
 def _mark_wanted(

@@ -3,6 +3,7 @@
 #include "backward_producer.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
+#include "wanted_mainloop.cuh"
 
 using namespace ds_sparse_ring;
 
@@ -30,7 +31,7 @@ void launch() {
   Ring<kHeadSize>(block.shared).init();
   void (*const bodies[])() = {body<kElement, kHeadSize, kWriteElement>, body<kElement, kHeadSize, kWriteFloat>,
                               body<kElement, kHeadSize, kMergeFloat>};
-  emulation::run(bodies[arguments->problem.output], [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+  emulation::run(384, bodies[arguments->problem.output], [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
 }
 
 const BackwardArguments* backward_arguments;
@@ -54,7 +55,38 @@ void launch_backward() {
   std::fill(additions, additions + emulation::kThreads, 0);
   for (NamedBarrier& b : named_barriers) b = {};
   BackwardMemory<kHeadSize>(block.shared).init();
-  emulation::run(backward_body<kElement, kHeadSize>, [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+  emulation::run(384, backward_body<kElement, kHeadSize>, [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+}
+
+const WantedArguments* wanted_arguments;
+int wanted_number;
+
+template <Element kElement, int kHeadSize>
+void wanted_body() {
+  const WantedTile tile(wanted_arguments->problem, wanted_number);
+  const KeyRing<kHeadSize> ring(block.shared);
+  if (block.thread == 0)
+    copy_keys(*wanted_arguments, tile, ring);
+  else
+    WantedConsumer<kElement, kHeadSize>(wanted_arguments->problem, tile, ring).run(block.thread / 128 - 1);
+  block.fibers[block.thread].done = true;
+  for (;;) emulation::yield();
+}
+
+// a block for each tile, one after the other
+template <Element kElement, int kHeadSize>
+void launch_wanted() {
+  const WantedProblem& p = wanted_arguments->problem;
+  for (wanted_number = 0; wanted_number < p.kv_heads * p.q_blocks * p.tiles; ++wanted_number) {
+    if (!WantedTile(p, wanted_number).marks(p)) continue;
+    block.memory.assign(KeyRing<kHeadSize>::bytes + 2 * kAlignment, 0);
+    block.shared = block.memory.data() + (kAlignment - reinterpret_cast<uintptr_t>(block.memory.data()) % kAlignment) % kAlignment;
+    barriers.clear(), copies.clear(), products.assign(emulation::kThreads, {});
+    KeyRing<kHeadSize>(block.shared).init(4 * p.tile_heads);
+    emulation::run((1 + p.tile_heads) * 128, wanted_body<kElement, kHeadSize>, [](int thread) { return thread == 0 || thread >= 128; },
+                   land_copies);
+    if (!block.failure.empty()) return;
+  }
 }
 
 // takes one number after the other
@@ -143,5 +175,29 @@ extern "C" const char* emulated_backward(const int64_t* given, double scale) {
     p.head_size == 64 ? launch_backward<kBfloat16, 64>() : launch_backward<kBfloat16, 128>();
   else
     p.head_size == 64 ? launch_backward<kFloat16, 64>() : launch_backward<kFloat16, 128>();
+  return block.failure.c_str();
+}
+
+// what went wrong; empty: nothing
+extern "C" const char* emulated_wanted(const int64_t* given, double scale, double price) {
+  WantedArguments a{};
+  WantedProblem& p = a.problem;
+  Numbers x{given};
+  int element;
+  x.into(element), x.into(p.head_size), x.into(p.heads), x.into(p.kv_heads), x.into(p.q_blocks), x.into(p.tokens);
+  x.into(p.heads_per_pattern), x.into(p.window);
+  x.into(p.block), x.into(p.first), x.into(p.valid), x.into(p.slot), x.into(p.reach), x.into(p.words);
+  x.into(p.q), x.into(p.q_head), x.into(p.q_row);
+  p.element = static_cast<Element>(element);
+  a.k = take_map(x, p.tokens, p.kv_heads);
+  p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  p.price = static_cast<float>(price), p.log2_price = static_cast<float>(log2(price));
+  cut_into_tiles(p);
+  wanted_arguments = &a;
+  block.failure.clear();
+  if (p.element == kBfloat16)
+    p.head_size == 64 ? launch_wanted<kBfloat16, 64>() : launch_wanted<kBfloat16, 128>();
+  else
+    p.head_size == 64 ? launch_wanted<kFloat16, 64>() : launch_wanted<kFloat16, 128>();
   return block.failure.c_str();
 }

@@ -122,6 +122,7 @@ void take_registers() {}
 // ---- arithmetic
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float log2_fast(float x) { return log2f(x); }
 
 // rounded to the nearest float16, ties to even; too large: infinity
 inline uint16_t to_half(float x) {

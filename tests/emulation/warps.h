@@ -22,7 +22,7 @@ using std::min;
 
 namespace emulation {
 
-constexpr int kThreads = 384, kLanes = 32;
+constexpr int kThreads = 640, kLanes = 32;  // the most threads
 
 struct Fiber {
   ucontext_t context;
@@ -70,13 +70,12 @@ inline const uint64_t* exchange(uint64_t value) {
   return warp.exchanged[round % 2];
 }
 
-// runs `body` in each thread; `after_turn` runs after each turn of all warps
+// runs `body` in each of so many threads; `after_turn` runs after each turn of all warps
 template <class AfterTurn>
-void run(void (*body)(), const std::function<bool(int)>& takes_part, AfterTurn after_turn) {
-  block.warps.assign(kThreads / kLanes, {});
-  block.fibers.clear();
-  block.fibers.resize(kThreads);
-  for (int i = 0; i < kThreads; ++i) {
+void run(int threads, void (*body)(), const std::function<bool(int)>& takes_part, AfterTurn after_turn) {
+  block.warps.assign(threads / kLanes, {});
+  block.fibers.resize(threads);
+  for (int i = 0; i < threads; ++i) {
     Fiber& fiber = block.fibers[i];
     fiber.done = !takes_part(i);
     fiber.stack.resize(64 << 10);
@@ -86,7 +85,7 @@ void run(void (*body)(), const std::function<bool(int)>& takes_part, AfterTurn a
     makecontext(&fiber.context, body, 0);
   }
   block.failure.clear();
-  const int warps = kThreads / kLanes;
+  const int warps = threads / kLanes;
   while (block.failure.empty() &&
          std::any_of(block.fibers.begin(), block.fibers.end(), [](const Fiber& fiber) { return !fiber.done; })) {
     const int first = block.random() % warps;
@@ -147,6 +146,13 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
 }
 
 inline bool __any_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
+  const uint64_t* values = emulation::exchange(value);
+  uint32_t bits = 0;
+  for (int i = 0; i < emulation::kLanes; ++i) bits |= static_cast<uint32_t>(values[i]);
+  return bits;
+}
+
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, int by) { return by ? (high << by) | (low >> (32 - by)) : high; }
@@ -160,6 +166,12 @@ inline float __int_as_float(uint32_t x) {
 inline int atomicAdd(int32_t* at, int by) {
   const int old = *at;
   *at += by;
+  return old;
+}
+
+inline uint64_t atomicOr(unsigned long long* at, uint64_t with) {
+  const uint64_t old = *at;
+  *at |= with;
   return old;
 }
 

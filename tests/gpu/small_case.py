@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -14,7 +15,12 @@ from ds_sparse_ring.select import select_index
 from tests.kernel_checks import make_gradient, make_index, make_sequence, on_device, run
 from tests.unit.reference import global_qkv
 
-SELECTORS = [{"kind": "price", "price": 1e-3}, {"kind": "top_p", "p": 0.7}, {"kind": "fixed", "columns": 40, "slashes": 6}]
+SELECTORS: list[dict[str, Any]] = [
+    {"kind": "price", "price": 1e-3},
+    {"kind": "top_p", "p": 0.7},
+    {"kind": "fixed", "columns": 40, "slashes": 6},
+    {"kind": "every_query"},
+]
 
 
 def main() -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from ds_sparse_ring.config import EveryQuerySelector
 from ds_sparse_ring.index import Index
 from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, contract
 from ds_sparse_ring.kernels.contract import empty_result
 from ds_sparse_ring.kernels.torch_reference import TorchKernel
 from ds_sparse_ring.layout import BLOCK, BlockMap
+from ds_sparse_ring.select.every_query import fastest_method, select_by_every_query
 from tests.kernel_checks import column_kv, make_gradient, make_index, make_sequence
-from tests.unit.reference import global_qkv
+from tests.unit.reference import bound, global_qkv
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton's tables are not interpreted here: see tests/gpu", allow_module_level=True)
 
 from tests.emulated_op import EmulatedKernel, EmulatedOp, build  # noqa: E402
+from tests.every_query_checks import CASES, Case, check_wanted  # noqa: E402
 
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
 """Largest error of o relative to its size, root mean square."""
@@ -219,3 +224,23 @@ def test_gradients_of_queries_in_half_precision_are_summed_for_some_heads_at_a_t
         for x, same in zip(got, expected, strict=True):
             torch.testing.assert_close(x, same, rtol=1e-3, atol=1e-3)
             assert x.dtype == same.dtype and same.abs().sum() > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_queries_want_is_marked_and_nothing_else(kernel: EmulatedKernel, case: Case) -> None:
+    calls = kernel._op.calls
+    check_wanted(kernel, case, "cpu")
+    assert kernel._op.calls == calls + case.ranks
+
+
+def test_the_backend_decides_what_looks_at_the_scores_and_both_choose_alike(kernel: EmulatedKernel) -> None:
+    selector = EveryQuerySelector(price=0.08)
+    _, sequence, context = bound([700], segment_tokens=192, heads_per_pattern=2, selector=selector)
+    q, k, _ = global_qkv(sequence, 4, 2, 64, dtype=torch.float16)
+    assert fastest_method(q, kernel, 0.2) == "cuda"
+    others = [(q.float(), kernel, 0.2), (q[..., :32], kernel, 0.2), (q, kernel, -0.2), (q, TorchKernel(), 0.2)]
+    assert all(fastest_method(*given) == "triton" for given in others)
+    on_hopper, calls = replace(context, kernel=kernel), kernel._op.calls
+    found = select_by_every_query(selector, q, k, on_hopper, 0.2, "cuda")
+    assert kernel._op.calls == calls + 1 and found.column_values.numel() > 0
+    assert found.equal(select_by_every_query(selector, q, k, context, 0.2, "reference"))  # none is near the price

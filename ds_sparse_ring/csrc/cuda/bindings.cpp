@@ -12,6 +12,7 @@
 
 #include "backward.cuh"
 #include "forward.cuh"
+#include "wanted.cuh"
 
 namespace {
 
@@ -233,6 +234,44 @@ void backward(const HopTables& index, const Tensor& q_given, const Tensor& k_giv
   TORCH_CHECK(error == cudaSuccess, "the CUDA backward kernel was refused: ", cudaGetErrorString(error));
 }
 
+// sets bits in `words`; rows: block, first, valid, slot and reach of LocalRows
+void mark_wanted(const Tensor& words, const Tensor& q_given, const Tensor& k_given, const std::vector<Tensor>& rows,
+                 int64_t patterns, int64_t window, double scale, double price) {
+  const at::Device device = q_given.device();
+  TORCH_CHECK(device.is_cuda() && q_given.dim() == 3 && k_given.dim() == 3, "mark_wanted: tensors [heads, rows, dims] on a GPU");
+  const int64_t heads = q_given.size(0), kv_heads = k_given.size(0), dims = q_given.size(2), tokens = k_given.size(1);
+  const int64_t q_blocks = q_given.size(1) / kBlock;
+  const at::ScalarType type = q_given.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, "mark_wanted: bfloat16 or float16 was expected, got ", type);
+  TORCH_CHECK((dims == 64 || dims == 128) && heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && q_blocks > 0 && tokens > 0 &&
+                  tokens % kBlock == 0,
+              "mark_wanted: head size 64 or 128, heads that share keys evenly and whole blocks of keys were expected, got ",
+              q_given.sizes(), " and ", k_given.sizes());
+  TORCH_CHECK(patterns > 0 && heads % patterns == 0 && window > 0 && scale > 0 && price > 0,
+              "mark_wanted: patterns that divide the heads, and a window, a scale and a price above 0 were expected");
+  check(q_given, "q", {heads, q_blocks * kBlock, dims}, type, device);
+  check(k_given, "k", {kv_heads, tokens, dims}, type, device);
+  TORCH_CHECK(rows.size() == 5, "mark_wanted: block, first, valid, slot and reach were expected");
+
+  const c10::cuda::CUDAGuard guard(device);
+  const Tensor q = readable(q_given), k = readable(k_given);
+  WantedProblem p{};
+  p.q = q.const_data_ptr(), p.k = k.const_data_ptr();
+  p.q_head = head_stride(q), p.k_head = head_stride(k), p.q_row = q.stride(1), p.k_row = k.stride(1);
+  p.tokens = tokens, p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = q_blocks, p.heads_per_pattern = heads / patterns;
+  p.element = type == at::kHalf ? kFloat16 : kBfloat16, p.head_size = dims, p.window = window;
+  p.scale_log2 = static_cast<float>(scale * kLog2e);
+  p.price = static_cast<float>(price), p.log2_price = static_cast<float>(std::log2(price));
+  p.block = table<int64_t>(rows[0], "block", q_blocks), p.first = table<int64_t>(rows[1], "first", q_blocks);
+  p.valid = table<int64_t>(rows[2], "valid", q_blocks), p.slot = table<int64_t>(rows[3], "slot", q_blocks);
+  p.reach = table<int64_t>(rows[4], "reach", q_blocks);
+  TORCH_CHECK(words.scalar_type() == at::kLong && words.device() == device && words.is_contiguous(),
+              "words: a contiguous tensor of int64 on ", device, " was expected");
+  p.words = reinterpret_cast<unsigned long long*>(words.mutable_data_ptr<int64_t>());
+  const cudaError_t error = launch_wanted(p, c10::cuda::getCurrentCUDAStream());
+  TORCH_CHECK(error == cudaSuccess, "the CUDA kernel that marks wanted keys was refused: ", cudaGetErrorString(error));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -241,4 +280,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                           const std::optional<Tensor>&, const std::vector<Tensor>&, const std::vector<Tensor>&>());
   m.def("forward", &forward, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("backward", &backward, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("mark_wanted", &mark_wanted, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -1,0 +1,3 @@
+#include "wanted_kernel.cuh"
+
+template cudaError_t ds_sparse_ring::launch_wanted<ds_sparse_ring::kBfloat16, 64>(const WantedArguments&, cudaStream_t);
