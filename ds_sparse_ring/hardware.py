@@ -93,7 +93,7 @@ _H200: dict[str, Any] = {
     "host_gb_s": 55,
     "index_share": 0.04,
     "fixed_index_share": 0.09,
-    "scores": 312,
+    "scores": 600,
 }
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",
