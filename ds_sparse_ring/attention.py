@@ -3,7 +3,8 @@
 Forward: choose the index, then walk the plan's hops, merging each hop's result in fp32, while the columns' keys
 and values gather.
 Backward: the same hops with the same index; the fp32 gradient of each shard of keys and values follows it home.
-With keys and values in host memory (`pages`) the same is done page by page: a shard has one page otherwise.
+With keys and values in host memory (`pages`) the same is done page by page: a shard has one page otherwise. Columns that are too
+many to be at hand at once are done in parts, between the hops (`column_parts`).
 
 The index is data. It is chosen once per layer and micro-batch and goes, unchanged, to the replay under gradient checkpointing
 (through the slot of its call) and to the backward pass. There is no collective outside this function, and in a replay that finds
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_sparse_ring.column_parts import ColumnParts, PartsBackward, PartsForward, parts_of
 from ds_sparse_ring.columns import ColumnGather, ColumnReturn
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, Exchange
 from ds_sparse_ring.config import FullSelector
@@ -118,19 +120,20 @@ class _SparseRingAttention(torch.autograd.Function):
         if context.page_blocks is not None and trains and (slot is None or kept is not None):  # or a replay will do it
             assert context.spill is not None
             pages = HostKV(context.spill.spill, context.plan.pages, k.shape[0])
-        kv = DeviceKV(k, v, pages)
+        kv, parts = DeviceKV(k, v, pages), ColumnParts(parts_of(index, k), k, v, context)
+        at_once = None if parts.indices else index
         if kept is not None and kept.output is not None:
             o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
             # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
             with context.meter.timed("attention"):
-                kept.arriving[:] = [ColumnGather(k, v, index, context).start()]
+                kept.arriving[:] = [ColumnGather(k, v, at_once, context).start()]
                 if pages is not None:
                     pages.put_all(kv)
             columns = None
         else:
             with context.meter.timed("attention"):
-                gather = ColumnGather(k, v, index, context)
-                o, lse = ring_forward(q, kv, index, gather, context, layer, scale)
+                gather = ColumnGather(k, v, at_once, context)
+                o, lse = ring_forward(q, kv, index, gather, parts, context, layer, scale)
                 columns = gather.wait()
         if isinstance(index, VerticalSlash | BlockLists):
             index.forget()
@@ -139,6 +142,7 @@ class _SparseRingAttention(torch.autograd.Function):
             slot.put(kept)
             columns = columns if kept.output is None else None  # as in the replay
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
+        ctx.parts = parts.indices
         ctx.arriving, ctx.pages = ([], []) if kept is None else (kept.arriving, kept.pages)
         if pages is not None:
             ctx.pages[:] = [pages]
@@ -166,14 +170,19 @@ class _SparseRingAttention(torch.autograd.Function):
             if context.page_blocks is not None:
                 kv = pages = kept_pages(ctx.pages)
                 pages.prefetch()
+                if ctx.parts:  # each of them takes rows of all pages
+                    k, v = pages.whole()
+                    kv = DeviceKV(k, v)
             with meter.timed("heads"):
                 do = grads[0] if exchanged else to_heads(grads[0], axes)
             if column_k.numel():
                 columns: ColumnKV | None = ColumnKV(column_k, column_v)
             else:
-                gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, ctx.index, context)
+                at_once = None if ctx.parts else ctx.index
+                gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, at_once, context)
                 columns = gather.wait()
-            dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, context, ctx.layer, ctx.scale, dkv_dtype)
+            parts = ColumnParts(ctx.parts, k, v, context)
+            dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, parts, context, ctx.layer, ctx.scale, dkv_dtype)
             with meter.timed("heads"):
                 if not exchanged:
                     dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
@@ -275,11 +284,15 @@ def ring_forward(
     keys: KV,
     index: Index,
     columns: ColumnGather,
+    parts: ColumnParts,
     context: SequenceContext,
     layer: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Walk the ring: attend to the keys and values at hand while the next ones arrive, and to the columns at last.
+
+    Args:
+        columns: those that are at hand at once. parts: those that are not.
 
     Returns:
         o ``[H, n, D]`` in q's dtype, lse_nat ``[H, n]`` in the accumulator's dtype.
@@ -291,10 +304,12 @@ def ring_forward(
         with ring.computing():
             return dense.forward(q, k, v, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), context.plan
-    o = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
+    o = torch.empty(q.shape, dtype=q.dtype if plan.once and not parts.indices else acc, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=acc, device=q.device)
+    merging = PartsForward(parts, q, o, lse, scale, ring, len(plan.hops))
     for hop in ring.hops(plan, keys):
         columns.start()
+        merging.start()
         column_kv = columns.wait() if any(pair.last for pair in hop.work) else None
         with ring.computing():
             for pair in hop.work:
@@ -309,6 +324,7 @@ def ring_forward(
                     column_kv if pair.last else None,
                     overwrite=pair.first,
                 )
+        merging.go_on()
     return o.to(q.dtype), lse
 
 
@@ -320,6 +336,7 @@ def ring_backward(
     do: Tensor,
     index: Index,
     columns: ColumnKV | None,
+    parts: ColumnParts,
     context: SequenceContext,
     layer: int,
     scale: float,
@@ -328,7 +345,8 @@ def ring_backward(
     """Walk the ring again: gradients of keys and values travel behind them or straight home, summed in ring order.
 
     Args:
-        dkv_dtype: in which gradients of pages are kept that are whole.
+        columns, parts: as in the forward pass.
+        dkv_dtype: in which gradients of pages are kept that are whole, if no part follows.
 
     Returns:
         dq ``[H, n, D]``, dk, dv ``[K, n, D]`` in the input's or the accumulator's dtype.
@@ -341,10 +359,12 @@ def ring_backward(
             return dense.backward(do, q, k, v, o, lse, scale=scale, rows=documents)
     acc, plan = accumulator_dtype(q.dtype), context.plan
     delta = context.kernel.delta(do, o)
-    dq = torch.empty(q.shape, dtype=q.dtype if plan.once else acc, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype if plan.once and not parts.indices else acc, device=q.device)
     d_columns = ColumnReturn(columns, acc, keys.heads, index, context)
-    homeward, returns = _Homeward(ring), _Returns(ring, plan, d_columns, dkv_dtype)
+    homeward, returns = _Homeward(ring), _Returns(ring, plan, d_columns, acc if parts.indices else dkv_dtype)
+    adding = PartsBackward(parts, q, do, lse, delta, dq, scale, ring, len(plan.hops))
     for hop in ring.hops(plan, keys):
+        adding.start()
         dkv = torch.zeros(ring.kv.shape, dtype=acc, device=ring.kv.device)
         with ring.computing():
             for pair in hop.work:
@@ -366,12 +386,14 @@ def ring_backward(
                 )
         if hop is plan.hops[0]:  # a rank's own keys: the first of each of its query spans
             d_columns.send()
+        adding.go_on()
         returns.go_on()
         homeward.send(dkv, hop)
         if hop.ends_page:
             returns.expect(homeward)
             homeward = _Homeward(ring)
     dkv = returns.all()
+    adding.add_to(dkv)
     return dq, dkv[0], dkv[1]
 
 

@@ -1,5 +1,7 @@
 """Columns on a ring: their keys and values come to every rank while the first hops run, their gradients go back during the last.
 
+All of an index, or those of a part that is an index of its own (`column_parts`).
+
 Columns of several segments and patterns are often the same: one token of one key/value head, a *row*. Only distinct rows travel,
 in a group of their own beside the ring's transfers. Each is sent by the one rank that holds it, and put in the order of the
 columns where it arrives; gradients are first summed up over this rank's columns, in their order, and every rank gets the sums of
@@ -29,10 +31,10 @@ class ColumnGather:
     """Keys and values of an index's columns on their way to every rank. Collective.
 
     Args:
-        k, v: this rank's, ``[K, n, D]``.
+        k, v: this rank's, ``[K, n, D]``. index: None: no columns.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, index: Index, context: SequenceContext) -> None:
+    def __init__(self, k: Tensor, v: Tensor, index: Index | None, context: SequenceContext) -> None:
         self._kv, self._context = (k, v), context
         self._columns: ColumnKV | None = None
         self._arriving: tuple[Arrival, Tensor] | None = None

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ds_sparse_ring.config import EveryQuerySelector, FixedSelector, FullSelector, SparseRingConfig
 from ds_sparse_ring.job import Job, Schedule
-from ds_sparse_ring.layout import BLOCK
-from ds_sparse_ring.memory import Memory, memory_of, plan_report, ring_layout, rows_of
+from ds_sparse_ring.layout import BLOCK, Layout
+from ds_sparse_ring.memory import Memory, column_parts, memory_of, plan_report, ring_layout, rows_of
 from ds_sparse_ring.plan_check import PlanReport
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
@@ -82,7 +82,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         backward,
         index_ms=_index_ms(job, heads, layout.ranks, forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
-        columns_ms=_columns_ms(job, rows_of(job, heads, kv_heads), shard, layout.ranks, forward, backward),
+        columns_ms=_columns_ms(job, heads, kv_heads, layout, forward, backward),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
         layers=model.num_hidden_layers,
         memory=memory,
@@ -131,18 +131,20 @@ def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
     return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
-def _columns_ms(job: Job, rows: float, shard: int, ranks: int, forward: PassTime, backward: PassTime) -> float:
+def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: PassTime, backward: PassTime) -> float:
     """What gathering distinct rows, and sharing out their gradients' sums, take beyond the hops beside: all but one of a pass.
 
-    Args:
-        shard: elements of a rank's keys and values, which the hops send over the same links.
+    Parts of columns are spread over the hops; the backward pass gathers them again.
     """
-    if ranks == 1:
+    ranks, rows, parts = layout.ranks, rows_of(job, heads, kv_heads), column_parts(job, heads)
+    if ranks == 1 or not rows:
         return 0.0
-    machine = job.hardware
+    machine, size = job.hardware, job.model.head_size
     rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
-    waits = 0.0
-    for run, element, of_hops in ((forward, _BF16, _BF16), (backward, _FP32, _BF16 + _FP32)):
-        sent = (ranks - 1) / ranks * 2 * rows * job.model.head_size * element + (ranks - 1) * shard * of_hops
-        waits += max(0.0, machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
-    return waits if rows else 0.0
+    of_columns = parts * (ranks - 1) / ranks * 2 * rows * size
+    of_hops = (ranks - 1) * 2 * kv_heads * layout.local_tokens * size
+    again, waits = _BF16 if parts > 1 else 0, 0.0
+    for run, element, of_hop in ((forward, _BF16, _BF16), (backward, _FP32 + again, _BF16 + _FP32)):
+        sent = of_columns * element + of_hops * of_hop
+        waits += max(0.0, parts * machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
+    return waits

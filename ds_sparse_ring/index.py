@@ -17,6 +17,7 @@ MTraining (arXiv 2510.18830); segments and block diagonals in this form are ours
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -286,6 +287,41 @@ class VerticalSlash(_Derived):
         diagonals = _compressed_rows(merged, self.diagonal_ptr.numel() - 1)
         return VerticalSlash(
             self.segments, self.patterns, self.heads_per_pattern, *diagonals, self.column_ptr, self.column_values
+        )
+
+    def parts(self, most: int) -> tuple[VerticalSlash, ...]:
+        """The index cut between its rows where it has more than ``most`` columns; () where it has not, or has one row.
+
+        A part has at most so many columns, or those of one row. It is an index of its rows' segments alone, with all of their
+        diagonals: each column counts in one part for the queries that it counts for here. The host waits once per index.
+        """
+        if self.column_values.numel() <= most:
+            return ()
+        return self.noted(("parts", most), lambda: self._parts(most))
+
+    def _parts(self, most: int) -> tuple[VerticalSlash, ...]:
+        diagonals, columns = torch.stack([self.diagonal_ptr, self.column_ptr]).tolist()
+        found, row, rows = [], 0, len(columns) - 1
+        while row < rows:
+            after = max(row + 1, bisect_right(columns, columns[row] + most, lo=row) - 1)
+            if columns[after] > columns[row]:
+                found.append(self._part(row, after, diagonals, columns))
+            row = after
+        return tuple(found) if len(found) > 1 else ()
+
+    def _part(self, row: int, after: int, diagonals: list[int], columns: list[int]) -> VerticalSlash:
+        """Rows from ``row`` to the one before ``after``; ``diagonals``, ``columns``: where those of each row begin."""
+        begin, end = row // self.patterns, -(-after // self.patterns)
+        rows = slice(begin * self.patterns, end * self.patterns + 1)
+        of_diagonals = slice(diagonals[rows.start], diagonals[rows.stop - 1])
+        return VerticalSlash(
+            self.segments[begin:end],
+            self.patterns,
+            self.heads_per_pattern,
+            self.diagonal_ptr[rows] - of_diagonals.start,
+            self.diagonal_values[of_diagonals],
+            self.column_ptr[rows].clamp(columns[row], columns[after]) - columns[row],
+            self.column_values[columns[row] : columns[after]],
         )
 
     def equal(self, other: VerticalSlash) -> bool:

@@ -104,6 +104,12 @@ class Span:
         start = self.map.start + self.map.stride * before
         return Span(self.local_begin + before, self.blocks - before, BlockMap(self.map.stride, start))
 
+    def within(self, begin: int, end: int) -> Span:
+        """The part (maybe nothing) whose global blocks lie in ``[begin, end)``; counted from where the span is."""
+        inside = self.map.local_range(begin, end, self.blocks)
+        start = self.map.start + self.map.stride * inside.start
+        return Span(self.local_begin + inside.start, len(inside), BlockMap(self.map.stride, start))
+
 
 @dataclass(frozen=True)
 class Layout:

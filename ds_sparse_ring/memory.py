@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from ds_sparse_ring.config import FixedSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
-from ds_sparse_ring.kernels.contract import heads_of_sums
+from ds_sparse_ring.kernels.contract import columns_at_once, heads_of_sums
 from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
 from ds_sparse_ring.plan import InnerKind
@@ -129,7 +131,7 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
 
 
 def columns_of(job: Job, heads: int) -> float:
-    """Columns of all segments and patterns of a layer, each read by the queries of its segment; every rank has all of them.
+    """Columns of all segments and patterns of a layer, each read by the queries of its segment; every rank has their tokens.
 
     The fixed selector says how many; otherwise they follow from the share of pairs that they are.
     """
@@ -141,13 +143,20 @@ def columns_of(job: Job, heads: int) -> float:
     return patterns * job.columns * job.tokens**2 / 2 / segment
 
 
+def column_parts(job: Job, heads: int) -> int:
+    """How many parts these columns are done in, one after the other; a part may have a single row (segment, pattern) at least."""
+    columns, selector = columns_of(job, heads), job.config.selector
+    row = min(selector.columns, job.tokens) if isinstance(selector, FixedSelector) else job.columns * job.tokens
+    return max(1, math.ceil(columns / max(row, columns_at_once(job.model.head_size, torch.bfloat16))))
+
+
 def rows_of(job: Job, heads: int, kv_heads: int) -> float:
-    """Distinct rows (key/value head, token) of a layer's columns, as many as columns in random places name.
+    """Distinct rows (key/value head, token) of a part of a layer's columns, as many as columns in random places name.
 
     Fewer in practice, where heads of a group and segments agree on tokens.
     """
     rows = kv_heads * job.tokens
-    return -rows * math.expm1(-columns_of(job, heads) / rows)
+    return -rows * math.expm1(-columns_of(job, heads) / column_parts(job, heads) / rows)
 
 
 def _states(job: Job) -> tuple[dict[str, float], float, float]:
@@ -207,12 +216,14 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     w, i, a, gradients = _widths(model, schedule)
     chunk = job.config.layer_chunk_tokens
     attention = _attention(job, schedule, n)
-    columns = columns_of(job, model.num_attention_heads // schedule.ulysses) * 2 * model.head_size * _BF16
+    heads = model.num_attention_heads // schedule.ulysses
+    parts = column_parts(job, heads)
+    columns = columns_of(job, heads) * 2 * model.head_size * _BF16 if parts == 1 else 0  # which the backward pass finds
     own_output = n * (_BF16 * a + _FP32 * model.num_attention_heads) if attends_again else 0
     # saved by a norm: its input in fp32, the normalised one and the result; in an MLP's backward pass gate, its activation, up
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
-    kv = gradients if job.config.page_tokens is None else 0
+    kv = gradients if job.config.page_tokens is None or parts > 1 else 0
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -236,20 +247,24 @@ def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
 def _attention(job: Job, schedule: Schedule, n: int) -> float:
     """What attention's backward pass adds to q, k, v, output and its log-sum-exp.
 
-    do and dq (summed in fp32 over hops), with Ulysses groups both twice; sums of dq by the CUDA kernels without hops; delta;
-    shards of keys and values and their gradients on the way; keys and values of the columns with their gradients, on a ring also
-    the distinct rows of these.
+    do and dq (summed in fp32 over hops and parts of columns), with Ulysses groups both twice; sums of dq by the CUDA kernels
+    without either; delta; shards of keys and values and their gradients on the way; with parts beside hops the parts' gradients
+    apart and those of pages whole, in fp32; keys and values of the columns, or of a part of them, with their gradients, on a ring
+    also the distinct rows of these.
     """
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
     share = page_share(job, schedule)
     ring = job.config.check_degree(job.world) > schedule.ulysses
-    elements = 2 * a + (2 * a if ring or share < 1 else 0) + (2 * a if schedule.ulysses > 1 else 0)
-    buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     heads, kv_heads = model.num_attention_heads // schedule.ulysses, max(1, model.num_key_value_heads // schedule.ulysses)
-    columns = columns_of(job, heads) * 2 * model.head_size * (_BF16 + _FP32)
+    parts = column_parts(job, heads)
+    merged = ring or share < 1 or parts > 1
+    elements = 2 * a + (2 * a if merged else 0) + (2 * a if schedule.ulysses > 1 else 0)
+    elements += 2 * kv * ((ring or share < 1) + (share < 1)) if parts > 1 else 0
+    buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
+    columns = columns_of(job, heads) / parts * 2 * model.head_size * (_BF16 + _FP32)
     of_kv_head = _FP32 * n * schedule.ulysses * model.head_size * heads // kv_heads
-    apart = not ring and share == 1 and job.config.backend in ("auto", "cuda")
+    apart = not merged and job.config.backend in ("auto", "cuda")
     sums = of_kv_head * heads_of_sums(kv_heads, of_kv_head) if apart else 0
     if ring:
         columns += rows_of(job, heads, kv_heads) * 2 * model.head_size * _FP32

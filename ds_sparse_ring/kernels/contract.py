@@ -73,7 +73,9 @@ class Kernel(Protocol):
         Args:
             q: ``[H, n, D]``; k, v: ``[K, m, D]``.
             o_acc: ``[H, n, D]`` normalised output so far; lse_acc: ``[H, n]`` its lse_nat.
-            columns: given in exactly one call per query span. Rows without an active key keep o = 0, lse = -inf.
+            columns: given in exactly one call per query span and index; those of parts of an index
+                (`VerticalSlash.parts`) in calls of their own, with keys behind all queries. Rows without an active key keep
+                o = 0, lse = -inf.
             overwrite: this is the first call of its rows: whatever the accumulators hold is overwritten. ``o_acc`` may then have
                 the input's dtype, if no other call follows.
         """
@@ -130,6 +132,15 @@ def heads_of_sums(kv_heads: int, nbytes: int) -> int:
         nbytes: sums of one key/value head, those of all query heads that share it.
     """
     return min(kv_heads, max(1, SUMS_BYTES // nbytes))
+
+
+PART_BYTES = 8 << 30
+"""What keys and values of columns that are at hand at once take, with their gradients: see `columns_at_once`."""
+
+
+def columns_at_once(head_size: int, dtype: torch.dtype) -> int:
+    """How many columns a part of an index has at most, unless a single row of it has more."""
+    return max(1, PART_BYTES // (2 * head_size * (dtype.itemsize + accumulator_dtype(dtype).itemsize)))
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:

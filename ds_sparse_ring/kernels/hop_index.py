@@ -117,7 +117,7 @@ def _spans(
         q_segment[rows.start : rows.stop] = i
         k_segments[keys.start : keys.stop] = torch.tensor([i, last_of_document[s.document_begin]], dtype=torch.int32)
     tables = torch.tensor(table, dtype=torch.int32), q_segment, k_segments
-    on_device = [x.to(device) for x in tables]
+    on_device = [x.to(device, non_blocking=True) for x in tables]  # staged: the host may forget them at once
     return Spans(base, residue == 0, residue, *on_device)
 
 

@@ -59,7 +59,7 @@ def offsets_kernel(diagonal_ptr, diagonals, stride, size, words, values, bits, b
         tl.store(values + start + place, a, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patterns", "q_blocks", "q_stride", "q_start"])
 def columns_kernel(column_ptr, columns, segments, end, tile_row, tile_begin, patterns, q_blocks, q_stride, q_start,
                    TILE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """How many columns lie before each query block of a row's segment, and the row's tiles of columns."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.config import EveryQuerySelector
 from ds_sparse_ring.index import Index
 from ds_sparse_ring.kernels import ColumnKV, Kernel, Work, contract
@@ -175,6 +176,26 @@ def test_gradients_are_overwritten_and_added(
                     error, size = (x.double() - same).square().sum(), same.square().sum()
                     assert error <= (2 * ERROR[dtype]) ** 2 * size + 1e-8
     assert kernel._op.calls == calls + 2 * ranks**2, "Triton's kernel was called instead"
+
+
+def test_columns_come_in_parts_with_keys_that_nobody_reads(kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, sequence, context = bound([150, 60], segment_tokens=128, selector={"kind": "fixed", "columns": 70, "slashes": 1})
+    q, k, v = global_qkv(sequence, 2, 1, 64, dtype=torch.float16)
+    do, calls, results = make_gradient(q), [kernel._op.calls], []
+    for made_by, dtype, columns in (
+        (TorchKernel(), torch.float64, 1 << 20),
+        (kernel, torch.float16, 1 << 20),
+        (kernel, torch.float16, 100),
+    ):
+        monkeypatch.setattr(contract, "PART_BYTES", columns * 2 * 64 * (2 + 4))
+        given = [x.to(dtype)[None].requires_grad_() for x in (q, k, v)]
+        o = sparse_ring_attention(*given, replace(context, kernel=made_by), layer=0, scale=0.125).transpose(1, 2)
+        results.append([o.detach(), *torch.autograd.grad(o, given, do.to(dtype)[None])])
+        calls.append(kernel._op.calls)
+    assert calls[2] - calls[1] == 2 and calls[3] - calls[2] > 8, "Triton's kernels were called, or all columns came at once"
+    for got in results[1:]:
+        for x, same in zip(got, results[0], strict=True):
+            assert (x.double() - same).square().sum() <= (2 * ERROR[torch.float16]) ** 2 * same.square().sum()
 
 
 @pytest.mark.parametrize("segment_tokens", [1024, 4096])
