@@ -176,11 +176,12 @@ class SparseRingConfig(Strict):
     spare_multiprocessors: int = Field(default=0, ge=0)
     """Multiprocessors that the "cuda" kernels leave to transfers: a launch holds all others until it ends."""
 
-    selector: Selector = Field(default_factory=PriceSelector)
+    selector: Selector = Field(default_factory=EveryQuerySelector)
     """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""
 
-    segment_tokens: int | None = Field(default=16384, ge=BLOCK_TOKENS)
-    """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining)."""
+    segment_tokens: int | None = Field(default=512, ge=BLOCK_TOKENS)
+    """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining). Left out: 512
+    with "every_query", else 16384."""
 
     probe: Literal["own", "previous"] = "own"
     """Whose last queries choose for a segment: its own, or those of the segment before (strictly causal)."""
@@ -194,8 +195,9 @@ class SparseRingConfig(Strict):
     sink_tokens: int = Field(default=4, ge=0)
     """First tokens of each document that are always active; tokens."""
 
-    heads_per_pattern: int | None = Field(default=1, ge=1)
-    """Query heads that share one choice; must divide the number of query heads per KV head; null is all of a KV head."""
+    heads_per_pattern: int | None = Field(default=None, ge=1)
+    """Query heads that share one choice; must divide the number of query heads per KV head; null is all of a KV head. Left out:
+    all with "every_query", else 1."""
 
     dense_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start of training that use the full index."""
@@ -237,6 +239,16 @@ class SparseRingConfig(Strict):
             super().__init__(**values)
         except ValidationError as error:
             raise SparseRingError(describe_validation_error(error, type(self), self.SECTION)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suit_the_selector(cls, values: Any) -> Any:
+        """Defaults that follow from who chooses: a probe for many queries of a head, or every query for a few of a KV head."""
+        selector = values.get("selector") if isinstance(values, Mapping) else None
+        kind = selector.get("kind") if isinstance(selector, Mapping) else getattr(selector, "kind", None)
+        if kind is None or kind == "every_query":
+            return values
+        return {"segment_tokens": 16384, "heads_per_pattern": 1, **values}
 
     @model_validator(mode="after")
     def _check_together(self) -> SparseRingConfig:

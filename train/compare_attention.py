@@ -39,6 +39,7 @@ from ds_sparse_ring.config import (
     FullSelector,
     MobaSelector,
     PricedSelector,
+    PriceSelector,
     ScheduleConfig,
     SparseRingConfig,
     TopPSelector,
@@ -102,7 +103,7 @@ def variants(setting: Setting) -> dict[str, Variant]:
 
     def ours(density: float, **options: Any) -> Variant:
         local = max(2, round(density / 0.1 * setting.local_blocks))
-        given: dict[str, Any] = {"segment_tokens": setting.segment_tokens, "local_blocks": local}
+        given: dict[str, Any] = {"segment_tokens": setting.segment_tokens, "local_blocks": local, "selector": PriceSelector()}
         config = SparseRingConfig(**common | given, schedule=ScheduleConfig(target_density=density), **options)
         probe = "the previous segment's probe" if config.probe == "previous" else "own probe"
         return Variant(f"segments of {setting.segment_tokens}, one price, {probe}, {density:.0%}", config, density)

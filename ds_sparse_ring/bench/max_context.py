@@ -37,7 +37,8 @@ def main(
 
 def _job(model: str, world: int, host_gib: int, hardware: str, chunk: int, columns: float) -> Job:
     offload = {"host_gib": float(host_gib)} if host_gib else None
-    config = SparseRingConfig.model_validate({"offload": offload, "layer_chunk_tokens": chunk or None})
+    section = {"selector": {"kind": "price"}, "offload": offload, "layer_chunk_tokens": chunk or None}
+    config = SparseRingConfig.model_validate(section)
     return Job(load_shape(model), load_hardware(hardware), config, 1, world, max(columns, 0.05), columns)
 
 

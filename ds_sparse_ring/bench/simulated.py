@@ -5,7 +5,7 @@ Context parallelism over at most 32 ranks, the rest data parallel; ZeRO-3; dense
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,10 +25,11 @@ def main(
     model: Annotated[str, typer.Option(help="As for ds-sparse-ring plan.")] = "qwen2.5-3b",
     hardware: Annotated[str, typer.Option(help="As for ds-sparse-ring plan.")] = "h200",
     density: Annotated[float, typer.Option(help="Active share of the causal pairs.")] = 0.05,
-    columns: Annotated[float, typer.Option(help="Share of the causal pairs that are columns.")] = 0.015,
+    columns: Annotated[float, typer.Option(help="Share of the causal pairs that are columns; of every_query all are.")] = 0.015,
+    selector: Annotated[Literal["price", "every_query"], typer.Option(help="every_query: in 512 segments.")] = "price",
 ) -> None:
     """Print a Markdown table of the fastest schedules, and one of ring and gather."""
-    made = [_job(text, model, hardware, density, columns) for text in jobs.split()]
+    made = [_job(text, model, hardware, density, columns, selector) for text in jobs.split()]
     print("| GPUs | context x data | tokens | dense step s | sparse step s | tokens/s sparse | times dense | exposed | imbalance | GiB a rank | fastest schedule |")  # noqa: E501  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for dense, sparse in made:
@@ -42,20 +43,23 @@ def main(
             print(f"| {job.world} | {_tokens(job)} | {cells[0]} | {cells[1]} |", flush=True)
 
 
-def _job(text: str, model: str, hardware: str, density: float, columns: float) -> tuple[Job, Job]:
+def _job(text: str, model: str, hardware: str, density: float, columns: float, selector: str) -> tuple[Job, Job]:
     """Dense and sparse."""
-    world, tokens = text.split(":")
-    degree = min(int(world), _MOST_CONTEXT)
+    world, tokens = int(text.split(":")[0]), parse_tokens(text.split(":")[1])
+    degree = min(world, _MOST_CONTEXT)
 
-    def job(selector: str, share: float, of_columns: float) -> Job:
-        config = SparseRingConfig.model_validate({"degree": degree, "selector": {"kind": selector}})
+    def job(kind: str, share: float, of_columns: float) -> Job:
+        section: dict[str, Any] = {"degree": degree, "selector": {"kind": kind}}
+        if kind == "every_query":
+            section["segment_tokens"] = tokens // 512
+        config = SparseRingConfig.model_validate(section)
         machine = load_hardware(hardware)
-        if selector == "full":  # a ring whose hops run as fast as dense attention on one GPU
+        if kind == "full":  # a ring whose hops run as fast as dense attention on one GPU
             ideal = {"ring_dense_forward": machine.dense_forward, "ring_dense_backward": machine.dense_backward}
             machine = machine.model_copy(update=ideal)
-        return Job(load_shape(model), machine, config, parse_tokens(tokens), int(world), share, of_columns)
+        return Job(load_shape(model), machine, config, tokens, world, share, of_columns)
 
-    return job("full", 1.0, 0.0), job("price", density, columns)
+    return job("full", 1.0, 0.0), job(selector, density, density if selector == "every_query" else columns)
 
 
 def _best(job: Job, kind: str | None = None) -> Estimate:

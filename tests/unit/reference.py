@@ -85,8 +85,11 @@ def packed_batch(lengths: list[int], *, vocabulary: int = 97, seed: int = 0) -> 
 
 
 def bound(lengths: list[int], **config: object) -> tuple[SparseRing, Sequence, SequenceContext]:
-    """A ring of this process group, and a sequence of documents of ``lengths`` bound to it."""
-    ring = SparseRing(SparseRingConfig(**config))
+    """A ring of this process group, and a sequence of documents of ``lengths`` bound to it.
+
+    Probes choose if nothing else is said: columns and diagonals that differ, also on short rows.
+    """
+    ring = SparseRing(SparseRingConfig(**{"selector": {"kind": "price"}, **config}))
     sequence = ring.sequence_batch(packed_batch(lengths))["sparse_ring"]
     return ring, sequence, ring.bind(sequence)
 

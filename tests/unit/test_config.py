@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import (
     CompleteSelector,
+    EveryQuerySelector,
     FixedSelector,
     FullSelector,
     MapsConfig,
@@ -43,13 +44,13 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "layout": "striped",
         "backend": "auto",
         "spare_multiprocessors": 0,
-        "selector": {"kind": "price", "price": 1.5e-4},
-        "segment_tokens": 16384,
+        "selector": {"kind": "every_query", "price": 0.02, "window_blocks": 2, "sink_tokens": 4},
+        "segment_tokens": 512,
         "probe": "own",
         "probe_tokens": 64,
         "local_blocks": 2,
         "sink_tokens": 4,
-        "heads_per_pattern": 1,
+        "heads_per_pattern": None,
         "dense_warmup_steps": 0,
         "dense_layers": [],
         "schedule": None,
@@ -73,13 +74,14 @@ def test_every_field_says_what_it_means(model: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        {"degree": 2, "layout": "zigzag", "backend": "torch", "probe": "previous", "checkpoint": "index"},
+        {"degree": 2, "layout": "zigzag", "backend": "torch", "checkpoint": "index"},
+        {"selector": {"kind": "price"}, "probe": "previous"},
         {"selector": {"kind": "price", "price": 0.5}, "segment_tokens": None},
         {"selector": {"kind": "top_p", "p": 1}, "segment_tokens": None, "heads_per_pattern": 4},
         {"selector": {"kind": "top_p", "min_columns": 3, "max_columns": 3, "max_slashes": 0}},
         {"selector": {"kind": "fixed", "columns": 0, "slashes": 0}, "heads_per_pattern": 2},
         {"selector": {"kind": "full"}, "eval_full_index": True, "dense_warmup_steps": 100, "sink_tokens": 0},
-        {"segment_tokens": 64, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
+        {"selector": {"kind": "top_p"}, "probe_tokens": 1, "local_blocks": 1, "log_steps": 1, "true_recall_rows": 128},
         {"layer_chunk_tokens": 1},
         {"maps": {"every": 5, "layers": [0, 7], "heads": [3]}},
         {"layer_chunk_tokens": 16384, "offload": {"host_gib": 64}},
@@ -226,6 +228,17 @@ def test_python_and_file_give_the_same_errors(tmp_path: Path) -> None:
 
 def test_the_backend_may_be_auto_in_python_where_transformers_does_not_see_it() -> None:
     assert SparseRingConfig(backend="auto").backend == "auto"
+
+
+def test_segments_and_patterns_suit_who_chooses() -> None:
+    def of(**section: Any) -> tuple[int | None, int | None]:
+        config = SparseRingConfig(**section)
+        return config.segment_tokens, config.heads_per_pattern
+
+    assert of() == of(selector={"kind": "every_query"}) == of(selector=EveryQuerySelector(price=0.1)) == (512, None)
+    assert of(selector={"kind": "price"}) == of(selector=FullSelector()) == (16384, 1)
+    assert of(selector={"kind": "price"}, segment_tokens=None, heads_per_pattern=None) == (None, None)
+    assert of(segment_tokens=1024, heads_per_pattern=2) == (1024, 2)
 
 
 def test_a_configuration_cannot_be_changed() -> None:

@@ -99,7 +99,7 @@ def test_a_second_derivative_is_refused_instead_of_wrong() -> None:
 
 
 def test_the_meter_stays_small_and_its_reports_have_the_same_keys_for_any_length() -> None:
-    ring = SparseRing(SparseRingConfig(segment_tokens=64, true_recall_rows=8))
+    ring = SparseRing(SparseRingConfig(segment_tokens=64, heads_per_pattern=1, true_recall_rows=8))
     for lengths in ([300], [2], [1]):
         sequence = ring.sequence_batch(packed_batch(lengths))["sparse_ring"]
         q, k, v = (x[None] for x in global_qkv(sequence, 2, 1, 16))

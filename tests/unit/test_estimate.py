@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.estimate import estimate
+from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import SHAPES, Job, Schedule, load_shape, schedules, states_of
-from ds_sparse_ring.memory import Memory, columns_of, longest_sequence, memory_of, refuse_misfit
+from ds_sparse_ring.kernels import contract
+from ds_sparse_ring.memory import Memory, column_parts, columns_of, longest_sequence, memory_of, refuse_misfit
 from ds_sparse_ring.plan_report import parse_tokens, read_job
 
-FULL = SparseRingConfig(selector={"kind": "full"})
+FULL, PROBES = (SparseRingConfig(selector={"kind": kind}) for kind in ("full", "price"))
 TRITON = {"sparse_backward": 321, "ring_dense_backward": 412}
 """Rates of the backward kernels that the steps were measured with."""
 FIRST_CUDA = {"sparse_backward": 400}
@@ -34,8 +36,8 @@ def _job(world: int, tokens: int = 131072, config: SparseRingConfig = FULL, dens
     [
         (FULL, (1.0, 0.0), {"dense_forward": 603, "dense_backward": 533}, 16.0, 23.0, 104),  # cuDNN
         (FULL, (1.0, 0.0), {}, 14.1, 21.1, 104),  # flash-attn-4
-        (SparseRingConfig(), (0.052, 0.031), TRITON, None, 8.98, 105.1),  # its selector, unlike this one, takes 0.5 s
-        (SparseRingConfig(offload={"host_gib": 80}), (0.052, 0.031), TRITON, None, 9.0, 70.3),
+        (PROBES, (0.052, 0.031), TRITON, None, 8.98, 105.1),  # its selector, unlike this one, takes 0.5 s
+        (SparseRingConfig(selector={"kind": "price"}, offload={"host_gib": 80}), (0.052, 0.031), TRITON, None, 9.0, 70.3),
     ],
 )
 def test_measured_steps_on_one_gpu_are_reproduced(config, shares, rates, attention_s, step_s, memory_gib) -> None:
@@ -109,7 +111,7 @@ def test_the_shape_of_a_model_counts_its_parameters() -> None:
 
 
 def test_more_ranks_share_the_work_and_the_memory() -> None:
-    one, four = (estimate(_job(world, config=SparseRingConfig(), density=0.1), Schedule()) for world in (1, 4))
+    one, four = (estimate(_job(world, config=PROBES, density=0.1), Schedule()) for world in (1, 4))
     assert four.step_ms < one.step_ms / 3.5
     assert four.memory.device < one.memory.device / 2
 
@@ -133,7 +135,7 @@ def test_schedules_follow_ranks_and_heads() -> None:
 
 
 def test_gathering_saves_latencies_and_costs_buffers() -> None:
-    job = _job(8, tokens=32768, config=SparseRingConfig(), density=0.05)
+    job = _job(8, tokens=32768, config=PROBES, density=0.05)
     ring, gathered = (estimate(job, schedule) for schedule in (Schedule(), Schedule(1, 8, "gather")))
     assert gathered.memory.device >= ring.memory.device
     assert gathered.report.backward.kv_buffers == 8 and ring.report.backward.kv_buffers == 2
@@ -182,13 +184,17 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     assert refused.exit_code == 1 and "0 <= columns <= density" in refused.output
 
 
-def test_columns_follow_the_density_unless_they_are_given() -> None:
-    def shares(density: float, columns: float | None) -> tuple[float, float]:
-        job = read_job(None, "qwen2.5-3b", 65536, 1, "h200", density, columns)
+def test_columns_follow_the_density_unless_they_are_given(tmp_path: Path) -> None:
+    probes = tmp_path / "probes.json"
+    probes.write_text(json.dumps({"sparse_ring": {"selector": {"kind": "price"}}}))
+
+    def shares(density: float, columns: float | None, file: Path | None = probes) -> tuple[float, float]:
+        job = read_job(file, "qwen2.5-3b", 65536, 1, "h200", density, columns)
         return job.density, job.columns
 
     assert shares(0.05, None) == (0.05, 0.015) and shares(0.01, None) == (0.01, 0.003)
     assert shares(0.05, 0.0) == (0.05, 0.0)
+    assert shares(0.05, None, file=None) == (0.05, 0.05), "where every query chooses there is nothing else"
     assert CliRunner().invoke(app, ["plan", "--seq", "64K", "--world", "1", "--density", "0.01"]).exit_code == 0
 
 
@@ -200,7 +206,7 @@ def test_a_plan_that_does_not_fit_names_device_memory_once() -> None:
 
 def test_two_gpus_need_what_was_measured() -> None:
     """53.0 GiB on rank 0. Its part of the gradients comes when its layers' tensors are gone; that of rank 1 does not."""
-    e = estimate(_job(2, config=SparseRingConfig(), density=0.053, columns=0.031), Schedule())
+    e = estimate(_job(2, config=PROBES, density=0.053, columns=0.031), Schedule())
     assert 53.0 <= e.memory.device / 2**30 < 53.0 * 1.06
 
 
@@ -215,7 +221,7 @@ def test_offload_moves_what_layers_keep_from_the_device_to_the_host() -> None:
 
     layer = 524288 * (2 * 2048 + 2 * 2048 + 4 * 16)  # input, output, log-sum-exp
     on_device, outside, both = (
-        memory(config) for config in (SparseRingConfig(), _offload(host_gib=150), _offload(host_gib=150, device_gib=20))
+        memory(config) for config in (PROBES, _offload(host_gib=150), _offload(host_gib=150, device_gib=20))
     )
     assert outside.host == 36 * layer and on_device.host == 0
     assert on_device.device - outside.device == 34 * layer, "this layer's and the next one's are there"
@@ -290,7 +296,9 @@ def test_pages_save_buffers_on_the_device_and_cost_host_memory() -> None:
 
 def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     def columns_ms(segment: int, share: float, gb_s: float, world: int = 2) -> float:
-        job = _job(world, config=SparseRingConfig(segment_tokens=segment), density=0.03, columns=share)
+        job = _job(
+            world, config=SparseRingConfig(selector={"kind": "price"}, segment_tokens=segment), density=0.03, columns=share
+        )
         links = job.hardware.model_copy(update={"inner_gb_s": gb_s})
         return estimate(replace(job, hardware=links), Schedule()).columns_ms
 
@@ -299,6 +307,33 @@ def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     # short segments have more columns, but the rows of two key/value heads that these can name come to an end
     many, more = columns_ms(2048, 0.01, 20), columns_ms(1024, 0.01, 20)
     assert 2 * columns_ms(16384, 0.01, 20) < many < more < 1.1 * many
+
+
+def test_columns_take_no_more_than_a_part_of_them_and_parts_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(tokens: int, page: int | None = None) -> tuple[Job, Estimate]:
+        config = SparseRingConfig.model_validate(
+            {"segment_tokens": 1024, "layer_chunk_tokens": 4096, "heads_per_pattern": None}
+            | {"selector": {"kind": "every_query"}, "offload": {"host_gib": 500, "kv_page_tokens": page}}
+        )
+        job = replace(_job(8, tokens, config, 0.05, 0.05), model=SHAPES["llama-3.1-8b"])
+        return job, estimate(job, Schedule())
+
+    def at_work(page: int | None) -> float:
+        return of(1 << 19, page)[1].memory.parts["one layer at work"]
+
+    (_, few), (job, many) = of(1 << 17), of(1 << 19)
+    columns, column_bytes = columns_of(job, 32), 2 * 128 * (2 + 4)
+    assert few.columns_ms == 0 < many.columns_ms and columns * column_bytes > 75 * 2**30
+    assert many.memory.parts["tokens of columns"] == 32 * columns * 8, "the index is whole"
+    parts, paged_parts = at_work(None), at_work(1 << 12)
+    rows = 8 * (1 << 19)
+    assert column_parts(job, 32) == 10
+    monkeypatch.setattr(contract, "PART_BYTES", 1 << 40)
+    whole, paged_whole = at_work(None), at_work(1 << 12)
+    distinct = [-rows * math.expm1(-columns / x / rows) * 2 * 128 * 4 for x in (1, 10)]
+    kv_bytes = 2 * 8 * 128 * 2 * (1 << 16)  # of a shard
+    assert whole - parts == pytest.approx(0.9 * columns * column_bytes + distinct[0] - distinct[1] - 2 * kv_bytes)
+    assert (parts - paged_parts) - (whole - paged_whole) == pytest.approx(-3 * kv_bytes), "keys, values and sums of all pages"
 
 
 def test_the_help_of_plan_names_all_shapes_and_profiles() -> None:

@@ -30,11 +30,14 @@ from .reference import NoWaiting, bound, dense_mask, global_qkv, masked_attentio
 from .test_ring import _shard
 
 SCALE = 0.25
+PRICE = {"kind": "price"}
 NAMES = {f"model.layers.{layer}.self_attn": layer for layer in range(12)}
 
 
 def _ring(**section: Any) -> SparseRing:
-    return SparseRing(SparseRingConfig(**{"segment_tokens": 128, "local_blocks": 1, "backend": "torch", **section}))
+    return SparseRing(
+        SparseRingConfig(**{"selector": PRICE, "segment_tokens": 128, "local_blocks": 1, "backend": "torch", **section})
+    )
 
 
 def _training(ring: SparseRing, steps: range) -> Iterator[int]:
@@ -190,7 +193,7 @@ def test_a_schedule_that_cannot_be_is_refused_with_the_way_out(schedule: dict[st
 
 def test_a_schedule_is_read_again_from_json() -> None:
     start = {"kind": "price", "price": 1e-6}
-    config = SparseRingConfig(dense_layers=[0, "2-3"], schedule={"curriculum_steps": 5, "start_selector": start})
+    config = SparseRingConfig(selector=PRICE, dense_layers=[0, "2-3"], schedule={"curriculum_steps": 5, "start_selector": start})
     assert SparseRingConfig(**json.loads(config.model_dump_json())) == config
 
 

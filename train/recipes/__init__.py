@@ -21,8 +21,11 @@ FOLDER = Path(__file__).parent
 NODE_HOST_GIB = 1904
 """Host memory that a job may take of a node with 2 TB, whose GPUs it does not share."""
 
-DENSITY, COLUMNS = 0.05, 0.015
-"""Active share of the causal pairs that is planned with, and the part of it that is columns."""
+DENSITY = 0.05
+"""Active share of the causal pairs that is planned with; where every query chooses all of it are columns."""
+
+SEGMENTS = 512
+"""Of a sequence: shorter ones keep less that only some of their queries want, and have more columns."""
 
 LOSS_TILE_TOKENS = 4096
 
@@ -34,8 +37,8 @@ class Recipe:
     Attributes:
         model: a shape that ``ds-sparse-ring plan`` knows. repository: its name on the Hugging Face hub.
         tokens: of a sequence. gpus: H200, in nodes of eight with 2 TB. yarn_from: tokens that YaRN stretches to ``tokens``.
-        ring: what the section ``"sparse_ring"`` says besides chunks of layers. states_on_host: weights and optimizer, with
-            DeepSpeed's CPU Adam.
+        ring: what the section ``"sparse_ring"`` says besides segments and chunks of layers. states_on_host: weights and
+            optimizer, with DeepSpeed's CPU Adam.
     """
 
     model: str
@@ -64,7 +67,7 @@ class Recipe:
     def config(self) -> dict[str, Any]:
         """What stands in it."""
         config = load_ds_json(shipped("zero3_cpu_offload" if self.states_on_host else "zero3"))
-        config["sparse_ring"] |= {"layer_chunk_tokens": 16384, **self.ring}
+        config["sparse_ring"] |= {"segment_tokens": self.tokens // SEGMENTS, "layer_chunk_tokens": 16384, **self.ring}
         return config
 
     def hardware(self) -> Hardware:
@@ -82,7 +85,7 @@ class Recipe:
             self.tokens,
             self.gpus,
             density=DENSITY,
-            columns=COLUMNS,
+            columns=DENSITY,
             loss_tile=LOSS_TILE_TOKENS,
             **states_of(config),
         )
@@ -103,6 +106,7 @@ class Recipe:
 
 
 _UNITED_NODES: dict[str, Any] = {"ulysses_degree": 2, "inner_degree": 4}
+_HEADS_SHARED: dict[str, Any] = {"ulysses_degree": 8}  # each rank needs the columns of one of 8 KV heads
 
 
 def _host(gib: float) -> dict[str, Any]:
@@ -120,16 +124,16 @@ RECIPES = (
     Recipe(*_QWEN3B, 512 << 10, 32, 32768, _UNITED_NODES),
     Recipe(*_LLAMA, 512 << 10, 1, 8192, _host(280), states_on_host=True),
     Recipe(*_LLAMA, 512 << 10, 2, 8192, _host(140)),
-    Recipe(*_LLAMA, 512 << 10, 8, 8192),
-    Recipe(*_LLAMA, 512 << 10, 32, 8192, _UNITED_NODES),
-    Recipe(*_LLAMA, 1 << 20, 1, 8192, _host(560), states_on_host=True),
+    Recipe(*_LLAMA, 512 << 10, 8, 8192, _HEADS_SHARED),
+    Recipe(*_LLAMA, 512 << 10, 32, 8192, _HEADS_SHARED),
+    Recipe(*_LLAMA, 1 << 20, 1, 8192, {"segment_tokens": 4096, **_host(560)}, states_on_host=True),
     Recipe(*_LLAMA, 1 << 20, 2, 8192, {"ulysses_degree": 2, **_host(280)}, states_on_host=True),
-    Recipe(*_LLAMA, 1 << 20, 8, 8192, _host(80)),
-    Recipe(*_LLAMA, 1 << 20, 32, 8192, {"inner_degree": 8}),
+    Recipe(*_LLAMA, 1 << 20, 8, 8192, {**_HEADS_SHARED, **_host(80)}),
+    Recipe(*_LLAMA, 1 << 20, 32, 8192, _HEADS_SHARED),
     Recipe(*_QWEN8B, 512 << 10, 1, 32768, _host(320), states_on_host=True),
     Recipe(*_QWEN8B, 512 << 10, 2, 32768, _host(160)),
-    Recipe(*_QWEN8B, 512 << 10, 8, 32768),
-    Recipe(*_QWEN8B, 512 << 10, 32, 32768, _UNITED_NODES),
+    Recipe(*_QWEN8B, 512 << 10, 8, 32768, _HEADS_SHARED),
+    Recipe(*_QWEN8B, 512 << 10, 32, 32768, _HEADS_SHARED),
 )
 """All set-ups."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_sparse_ring.estimate import estimate
-from ds_sparse_ring.train.recipes import COLUMNS, DENSITY, FOLDER, RECIPES, Recipe, text_of
+from ds_sparse_ring.train.recipes import DENSITY, FOLDER, RECIPES, Recipe, text_of
 from ds_sparse_ring.units import GIB
 
 _HEAD = f"""# Recipes
@@ -17,7 +17,7 @@ python train/prepare_data.py corpus/ --tokenizer Qwen2.5-3B/ --sequence-tokens 5
 ```
 
 Then one command, on 32 GPUs with DeepSpeed's `hosts` file. GiB are of each GPU, as `ds-sparse-ring plan` counts them at
-{DENSITY:.1%} density ({COLUMNS:.1%} columns): predicted, not measured; 1 to 3 GiB of CUDA and NCCL come on top. Seconds are
+{DENSITY:.1%} density: predicted, not measured; 1 to 3 GiB of CUDA and NCCL come on top. Seconds are
 simulated, and leave out what DeepSpeed's offloaded optimizer takes.
 
 | recipe | GPU GiB | host GiB | step s | tokens/s |
