@@ -84,7 +84,7 @@ def test_runs_without_room_go_to_host_memory_or_another_schedule() -> None:
     assert most.tokens > 1 << 20 and not memory.misfits(llama.hardware) and memory.device < 0.95 * 139 * 2**30
     further = replace(most, tokens=2 * most.tokens)
     assert memory_of(further.job(), further.schedule).misfits(llama.hardware)
-    tight = fitted(replace(most, tokens=2 << 20, schedule=Schedule()))
+    tight = fitted(replace(most, tokens=5 << 19, schedule=Schedule()))
     assert tight.schedule != Schedule() and not memory_of(tight.job(), tight.schedule).misfits(llama.hardware)
     dense = TrainingRun(llama, 4, "striped", "dense", 2 << 20)
     ring, best = fitted(dense), fitted(dense, fastest=True)

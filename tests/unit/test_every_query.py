@@ -96,7 +96,7 @@ def test_columns_are_what_some_query_of_the_segment_wants(
 def test_every_key_above_the_price_is_kept() -> None:
     """Of softmax itself, whatever the sums of largest values are: also with scores that differ by hundreds."""
     for sharp in (0.1, 1.0, 40.0):
-        q, k, context = _inputs([1100], 2, 1, segment_tokens=256, selector=_selector(0.02, window=1))
+        q, k, context = _inputs([1100], 2, 1, segment_tokens=256, heads_per_pattern=1, selector=_selector(0.02, window=1))
         index = _chosen(sharp * q, k, context)
         n = 1100
         scores = (sharp * q[:, :n] @ k[0, :n].mT * SCALE).masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf)

@@ -192,7 +192,10 @@ class TestPretrain(DistributedTest):
         """A thousandth of the lengths, on two ranks; everything else as in the file."""
         recipe = next(recipe for recipe in RECIPES if recipe.name == name)
         config, shrunk = recipe.config(), {"layer_chunk_tokens": 64, "segment_tokens": 64, "log_steps": 1}
-        config["sparse_ring"] |= shrunk | ({"inner_degree": None} if recipe.gpus > 2 else {})
+        config["sparse_ring"] |= shrunk
+        if recipe.gpus > 2:
+            ulysses_degree = min(2, config["sparse_ring"].get("ulysses_degree", 1))
+            config["sparse_ring"] |= {"inner_degree": None, "ulysses_degree": ulysses_degree}
         if "offload" in config["sparse_ring"]:
             config["sparse_ring"]["offload"]["host_gib"] /= 1000
         path = tmp_path / f"recipe_{dist.get_rank()}.json"
