@@ -60,6 +60,12 @@ __all__ = [
     "XAttentionSelector",
 ]
 
+
+def _asks_every_query(data: Mapping[str, Any]) -> bool:
+    """Of fields that are valid so far: every query chooses for a few of a KV head; else a probe for many queries of a head."""
+    return isinstance(data.get("selector"), EveryQuerySelector)
+
+
 _ASKS_ALL = (EveryQuerySelector, MobaSelector, NormSelector, XAttentionSelector)  # no probe chooses for other queries
 
 
@@ -179,7 +185,7 @@ class SparseRingConfig(Strict):
     selector: Selector = Field(default_factory=EveryQuerySelector)
     """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""
 
-    segment_tokens: int | None = Field(default=512, ge=BLOCK_TOKENS)
+    segment_tokens: int | None = Field(default_factory=lambda data: 512 if _asks_every_query(data) else 16384, ge=BLOCK_TOKENS)
     """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining). Left out: 512
     with "every_query", else 16384."""
 
@@ -195,7 +201,7 @@ class SparseRingConfig(Strict):
     sink_tokens: int = Field(default=4, ge=0)
     """First tokens of each document that are always active; tokens."""
 
-    heads_per_pattern: int | None = Field(default=None, ge=1)
+    heads_per_pattern: int | None = Field(default_factory=lambda data: None if _asks_every_query(data) else 1, ge=1)
     """Query heads that share one choice; must divide the number of query heads per KV head; null is all of a KV head. Left out:
     all with "every_query", else 1."""
 
@@ -240,16 +246,6 @@ class SparseRingConfig(Strict):
         except ValidationError as error:
             raise SparseRingError(describe_validation_error(error, type(self), self.SECTION)) from None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _suit_the_selector(cls, values: Any) -> Any:
-        """Defaults that follow from who chooses: a probe for many queries of a head, or every query for a few of a KV head."""
-        selector = values.get("selector") if isinstance(values, Mapping) else None
-        kind = selector.get("kind") if isinstance(selector, Mapping) else getattr(selector, "kind", None)
-        if kind is None or kind == "every_query":
-            return values
-        return {"segment_tokens": 16384, "heads_per_pattern": 1, **values}
-
     @model_validator(mode="after")
     def _check_together(self) -> SparseRingConfig:
         check_multiple("segment_tokens", self.segment_tokens)
@@ -258,12 +254,12 @@ class SparseRingConfig(Strict):
                 'inner = "gather" needs inner_degree, the ranks whose keys and values are held at once: '
                 'set it (the degree itself gathers the whole sequence) or inner = "ring"'
             )
+        self._check_complete_selector()
         if self.probe == "previous" and self.segment_tokens is None:
             raise ValueError(
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
                 'set segment_tokens (e.g. 16384) or probe = "own"'
             )
-        self._check_complete_selector()
         if self.schedule is not None:
             check_schedule(self.schedule, self.selector)
         return self
@@ -280,7 +276,9 @@ class SparseRingConfig(Strict):
         kind, fields = self.selector.kind, type(self).model_fields
         for key in ("local_blocks", "sink_tokens"):
             if getattr(self, key) != fields[key].default:
+                counterpart = "window_blocks" if key == "local_blocks" else key
                 own = [name for name in type(self.selector).model_fields if name != "kind"]
+                own = [counterpart] if counterpart in own else own
                 raise ValueError(
                     f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
                     f"leave it out, and set the selector's own {', '.join(own)}"

@@ -98,7 +98,9 @@ def refuse_auto(section: Mapping[str, Any], path: str) -> None:
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel], section: str) -> str:
     """One message for all problems that pydantic found in ``section``, one line each."""
-    lines = [_describe(problem, model, section) for problem in error.errors()]
+    # a default that follows from another field says nothing where that one is broken
+    problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+    lines = [_describe(problem, model, section) for problem in problems]
     if len(lines) == 1:
         return lines[0]
     return "\n  ".join([f'{len(lines)} problems in the section "{section}":', *lines])

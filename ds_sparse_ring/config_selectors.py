@@ -10,7 +10,7 @@ from ds_sparse_ring.config_base import BLOCK_TOKENS, Strict, check_multiple
 
 
 class PriceSelector(Strict):
-    """One price for all heads, layers and segments: columns first, then diagonals on what is left (the default)."""
+    """One price for all heads, layers and segments: columns first, then diagonals on what is left."""
 
     kind: Literal["price"] = "price"
 
@@ -142,7 +142,8 @@ class EveryQuerySelector(CompleteSelector):
     kind: Literal["every_query"] = "every_query"
 
     price: float = Field(default=0.02, gt=0, lt=1)
-    """Share of a query's attention from which on it keeps a key; above 0, below 1. Lower keeps more."""
+    """Share of a query's attention from which on a key is kept in any case, above 0, below 1; lower keeps more. It is compared
+    with a sum of the largest exponential of each key block, so that keys of less than it are kept, too."""
 
     window_blocks: int = Field(default=2, ge=1)
     """Blocks of 64 tokens that a query block reads, its own and those before it."""

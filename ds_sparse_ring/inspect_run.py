@@ -28,7 +28,7 @@ _FACTS = {  # of the last logged line: label, how it is written
     "mfu_executed": ("MFU, executed", "{:.1%}"),
     "mfu_dense_equivalent": ("MFU, dense-equivalent", "{:.1%}"),
     "density": ("density", "{:.1%}"),
-    "recall": ("recall on the probes", "{:.1%}"),
+    "recall": ("recall on last queries", "{:.1%}"),
     "recall_middle": ("recall in the middle", "{:.1%}"),
     "exposed": ("exposed communication", "{:.1%}"),
     "time_imbalance": ("imbalance of ranks", "{:.3f}"),
@@ -175,7 +175,11 @@ def _layers(history: RunHistory) -> Iterator[_Card]:
             "colours on a log scale",
             layers_over_steps("density by layer", lines, "density", logarithmic=True),
         )
-        yield _Card("Recall by layer", "on the probes", layers_over_steps("recall by layer", lines, "recall", logarithmic=False))
+        yield _Card(
+            "Recall by layer",
+            "on the last queries of segments",
+            layers_over_steps("recall by layer", lines, "recall", logarithmic=False),
+        )
 
 
 def _ring(history: RunHistory) -> Iterator[_Card]:

@@ -102,7 +102,7 @@ def save_training_report(
     loss, density, recall = (figure.add_subplot(top[0, 2 * i : 2 * i + 2]) for i in range(3))
     plot_loss(loss, training, [line for line in metrics if line.get("event") == "evaluation"])
     plot_per_layer(density, training, "density", "Density: active share of the causal triangle")
-    plot_per_layer(recall, training, "recall", "Recall: attention mass kept (probed queries)")
+    plot_per_layer(recall, training, "recall", "Recall: attention mass kept (last queries of segments)")
     for axes in (loss, density, recall):
         _shade_warmup(axes, dense_warmup_steps)
     if head:

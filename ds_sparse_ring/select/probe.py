@@ -23,7 +23,7 @@ from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.layout import BLOCK
 
 NOT_FINITE = (
-    "selection: attention scores of the probed queries are NaN or infinite, so nothing can be chosen from them; "
+    "selection: queries, keys or their scores are NaN or infinite, so nothing can be chosen from them; "
     "the model's activations have overflowed before this layer (lower the learning rate, or train in bf16 or fp32)"
 )
 

@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"offload": {"host_gib": 1, "disk_gib": 5}}, ["sparse_ring.offload.disk_gib = 5 needs disk_path"]),
     # keys that do not go together
     (
-        {"probe": "previous", "segment_tokens": None},
+        {"selector": {"kind": "price"}, "probe": "previous", "segment_tokens": None},
         ['sparse_ring.probe = "previous"', "segment_tokens = null", "set segment_tokens", 'probe = "own"'],
     ),
     # Transformers fills every "auto" of the file

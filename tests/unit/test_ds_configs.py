@@ -31,8 +31,8 @@ ALL_VALUES: dict[str, Any] = {
     "hidden_size": 16,
 }
 
-SECTION = SparseRingConfig(selector={"kind": "every_query"}, segment_tokens=512, heads_per_pattern=None)
-"""Of all files: what keeps a model's quality."""
+SECTION = SparseRingConfig()
+"""Of all files: what keeps a model's quality, and lengths of segments that follow from who chooses."""
 
 
 def filled(name: str, **values: Any) -> dict[str, Any]:

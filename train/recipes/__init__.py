@@ -22,7 +22,7 @@ NODE_HOST_GIB = 1904
 """Host memory that a job may take of a node with 2 TB, whose GPUs it does not share."""
 
 DENSITY = 0.05
-"""Active share of the causal pairs that is planned with; where every query chooses all of it are columns."""
+"""Active share of the causal pairs that is held; where every query chooses all of it are columns."""
 
 SEGMENTS = 512
 """Of a sequence: shorter ones keep less that only some of their queries want, and have more columns."""
@@ -67,7 +67,12 @@ class Recipe:
     def config(self) -> dict[str, Any]:
         """What stands in it."""
         config = load_ds_json(shipped("zero3_cpu_offload" if self.states_on_host else "zero3"))
-        config["sparse_ring"] |= {"segment_tokens": self.tokens // SEGMENTS, "layer_chunk_tokens": 16384, **self.ring}
+        planned = {
+            "segment_tokens": self.tokens // SEGMENTS,
+            "schedule": {"target_density": DENSITY},
+            "layer_chunk_tokens": 16384,
+        }
+        config["sparse_ring"] |= planned | self.ring
         return config
 
     def hardware(self) -> Hardware:

@@ -17,7 +17,7 @@ python train/prepare_data.py corpus/ --tokenizer Qwen2.5-3B/ --sequence-tokens 5
 ```
 
 Then one command, on 32 GPUs with DeepSpeed's `hosts` file. GiB are of each GPU, as `ds-sparse-ring plan` counts them at
-{DENSITY:.1%} density: predicted, not measured; 1 to 3 GiB of CUDA and NCCL come on top. Seconds are
+the {DENSITY:.1%} density that all of them hold: predicted, not measured; 1 to 3 GiB of CUDA and NCCL come on top. Seconds are
 simulated, and leave out what DeepSpeed's offloaded optimizer takes.
 
 | recipe | GPU GiB | host GiB | step s | tokens/s |
