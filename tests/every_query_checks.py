@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_sparse_ring.batch import shard_batch
-from ds_sparse_ring.config import EveryQuerySelector
+from ds_sparse_ring.config import EveryQuerySelector, WindowSelector
 from ds_sparse_ring.kernels.cuda_attention import CudaKernel
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import every_query
@@ -68,7 +68,8 @@ def check_wanted(kernel: CudaKernel, case: Case, device: torch.device | str) -> 
         q[:, filled_up] *= 50  # would want other keys
         q, k = (x.to(device, case.dtype) for x in (q.flatten(1, 2), k))
         q = q.transpose(0, 1).contiguous().transpose(0, 1)  # heads beside each other, as models have them
-        slots = every_query._slots(sequence.segments, patterns, case.window, 0, torch.device(device))
+        window = WindowSelector(window_blocks=case.window, sink_tokens=0)
+        slots = every_query._slots(sequence.segments, patterns, window, torch.device(device))
         selector = EveryQuerySelector(price=case.price, window_blocks=case.window)
         words = torch.zeros(slots.count, dtype=torch.int64, device=device)
         every_query._mark_by_cuda(kernel, words, q, k, rows, selector, patterns, scale)

@@ -18,7 +18,7 @@ segment * P + pattern. Bits stand in *slots*, int64 words of 64 tokens, ascendin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from typing import TYPE_CHECKING, Literal, cast
@@ -33,7 +33,7 @@ from ds_sparse_ring.index import VerticalSlash, segment_of_blocks
 from ds_sparse_ring.kernels.contract import Kernel, accumulator_dtype
 from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.select.blocks import check_finite, local_blocks, of_all_blocks
-from ds_sparse_ring.select.static import window_index
+from ds_sparse_ring.select.static import global_tokens_read, window_index
 
 if TYPE_CHECKING:
     from ds_sparse_ring.kernels.cuda_attention import CudaKernel
@@ -87,16 +87,15 @@ def select_by_every_query(
     group = context.heads_per_pattern
     patterns = q.shape[0] // group
     check_finite(q, k, context=context)
-    slots = _slots(context.segments, patterns, selector.window_blocks, selector.sink_tokens, q.device)
+    window = WindowSelector(window_blocks=selector.window_blocks, sink_tokens=selector.sink_tokens)
+    slots = _slots(context.segments, patterns, window, q.device)
     rows = _local_rows(context.layout, context.rank, context.segments, patterns, q.device)
     keys = of_all_blocks(k.unflatten(1, (-1, BLOCK)), context).flatten(1, 2)
     words = torch.zeros(slots.count, dtype=torch.int64, device=q.device)
     _marker(method, context.kernel)(words, q, keys, rows, selector, patterns, scale)
     _or_over_ring(words, context)
     words[slots.sinks] |= slots.sink_words
-    nearest = window_index(
-        WindowSelector(window_blocks=selector.window_blocks, sink_tokens=0), context, patterns, q.device
-    )  # its diagonals
+    nearest = window_index(window, context, patterns, q.device)  # its diagonals
     columns = _compressed_rows(words, slots)
     return VerticalSlash(context.segments, patterns, group, nearest.diagonal_ptr, nearest.diagonal_values, *columns)
 
@@ -142,7 +141,8 @@ def _mark_wanted(
     kv_heads, _, size = keys.shape
     dtype, heads = accumulator_dtype(q.dtype), q.shape[0]
     log_price = math.log(selector.price)
-    for local, (block, first, valid, slot, reach) in enumerate(_blocks(rows)):
+    numbers = torch.stack([rows.block, rows.first, rows.valid, rows.slot, rows.reach], 1).tolist()
+    for local, (block, first, valid, slot, reach) in enumerate(numbers):
         far = block - first + 1 - selector.window_blocks  # key blocks before the window
         if far <= 0:
             continue
@@ -166,11 +166,6 @@ def _log_sums(largest: Tensor) -> Tensor:
     return torch.cat([near_to_far[..., -1:], near_to_far[..., 1:].flip(-1)], -1)
 
 
-def _blocks(rows: LocalRows) -> Iterator[list[int]]:
-    """Numbers of one block after the other."""
-    yield from torch.stack([rows.block, rows.first, rows.valid, rows.slot, rows.reach], 1).tolist()
-
-
 def _or_over_ring(words: Tensor, context: SequenceContext) -> None:
     if context.axes.ring_size > 1:
         for part in words.split(_TOGETHER):
@@ -191,20 +186,22 @@ def _compressed_rows(words: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(slot, slots.ptr), values
 
 
+def _reach(segments: tuple[Segment, ...]) -> Tensor:
+    """Slots of a row of each segment: the key blocks that its last query block may read; int64 ``[S]``."""
+    return torch.tensor([0 if s.is_padding else s.end - s.document_begin for s in segments])
+
+
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # a cached tensor serves training, too, wherever it was first asked for
-def _slots(segments: tuple[Segment, ...], patterns: int, window: int, sink_tokens: int, device: torch.device) -> Slots:
-    reach = torch.tensor([0 if s.is_padding else s.end - s.document_begin for s in segments])
+def _slots(segments: tuple[Segment, ...], patterns: int, window: WindowSelector, device: torch.device) -> Slots:
     ptr = torch.zeros(len(segments) * patterns + 1, dtype=torch.int64)
-    torch.cumsum(reach.repeat_interleave(patterns), 0, out=ptr[1:])
+    torch.cumsum(_reach(segments).repeat_interleave(patterns), 0, out=ptr[1:])
     first_block = torch.tensor([s.document_begin for s in segments]).repeat_interleave(patterns)
     sinks, words = [], []
     for s, segment in enumerate(segments):
-        begin = segment.document_begin * BLOCK
-        # those that some query block of the segment has outside of its window
-        last = min(begin + sink_tokens, segment.valid_end, (segment.end - window) * BLOCK)
-        for offset in range(-(-max(last - begin, 0) // BLOCK)):
-            bits = (1 << min(BLOCK, last - begin - offset * BLOCK)) - 1
+        tokens = global_tokens_read(window, segment).numel()  # the document's first ones
+        for offset in range(-(-tokens // BLOCK)):
+            bits = (1 << min(BLOCK, tokens - offset * BLOCK)) - 1
             words.append(torch.full((patterns,), bits - (1 << 64) if bits >> 63 else bits))
             sinks.append(ptr[s * patterns : (s + 1) * patterns] + offset)
     empty, count = torch.empty(0, dtype=torch.int64), int(ptr[-1])
@@ -217,8 +214,7 @@ def _slots(segments: tuple[Segment, ...], patterns: int, window: int, sink_token
 @torch.inference_mode(False)
 def _local_rows(layout: Layout, rank: int, segments: tuple[Segment, ...], patterns: int, device: torch.device) -> LocalRows:
     block, first, valid = local_blocks(layout, rank, segments, torch.device("cpu"))
-    reach = torch.tensor([0 if s.is_padding else s.end - s.document_begin for s in segments])
-    segment = segment_of_blocks(segments, block)
+    reach, segment = _reach(segments), segment_of_blocks(segments, block)
     slot = (reach.cumsum(0) - reach) * patterns
     tables = (block, first, valid, slot[segment], reach[segment])
     return LocalRows(*(x.to(device) for x in tables))

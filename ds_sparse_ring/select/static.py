@@ -42,7 +42,7 @@ def _window_index(
 ) -> VerticalSlash:
     window = selector.window_blocks
     diagonals = [torch.arange(1 if s.is_padding else min(s.end - s.document_begin, window)) for s in segments]
-    columns = [_beyond_window(_global_tokens(selector, s), s, window) for s in segments]
+    columns = [global_tokens_read(selector, s) for s in segments]
     rows = (*_repeated(diagonals, patterns), *_repeated(columns, patterns))
     return VerticalSlash(segments, patterns, heads_per_pattern, *(x.to(device) for x in rows))
 
@@ -59,9 +59,10 @@ def _global_tokens(selector: WindowSelector | LongformerSelector, segment: Segme
     return segment.document_begin * BLOCK + places
 
 
-def _beyond_window(tokens: Tensor, segment: Segment, window: int) -> Tensor:
-    """Without those that no query block of the segment reads as columns, since all have them in their window."""
-    return tokens[tokens < (segment.end - window) * BLOCK]
+def global_tokens_read(selector: WindowSelector | LongformerSelector, segment: Segment) -> Tensor:
+    """Global tokens that some query block of the segment reads as columns: all others have it in their window. Ascending."""
+    tokens = _global_tokens(selector, segment)
+    return tokens[tokens < (segment.end - selector.window_blocks) * BLOCK]
 
 
 def _repeated(of_segments: list[Tensor], patterns: int) -> tuple[Tensor, Tensor]:

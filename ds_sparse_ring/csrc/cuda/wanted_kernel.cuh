@@ -1,5 +1,5 @@
-// The kernel that marks wanted keys, for sm_90a, and its launch: a block of one warp that copies and up to four warpgroups of 64
-// rows does one tile.
+// The kernel that marks wanted keys, for sm_90a, and its launch: a block does one tile, one thread of its first warpgroup the copies,
+// up to four other warpgroups 64 rows each.
 //
 // One file of each element type and head size includes this, so that they are compiled side by side.
 #pragma once
