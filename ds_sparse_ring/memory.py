@@ -1,8 +1,9 @@
 """Bytes of one rank at its fullest, per tier: what is alive when, counted in Transformers' layers and in this package.
 
-A step is fullest in the backward pass of a layer. Alive are then the states, what layers keep (by the same `ladder` that training
-runs with), that layer's tensors, and attention's own. Half precision with master weights in fp32 is assumed, and layers that are
-checkpointed. Left out is what is not the allocator's: CUDA's context, NCCL's buffers, fragmentation; 1 to 3 GiB.
+A step is fullest in the backward pass of a layer, or where the last layer chooses its index. Alive are then the states, what
+layers keep (by the same `ladder` that training runs with), that layer's tensors, and attention's own. Half precision with master
+weights in fp32 is assumed, and layers that are checkpointed. Left out is what is not the allocator's: CUDA's context, NCCL's
+buffers, fragmentation; 1 to 3 GiB.
 
 Tensors of a layer are counted in elements per token: W hidden size, I intermediate size, A = heads x head size, KV of all heads.
 """
@@ -16,13 +17,14 @@ from functools import lru_cache
 
 import torch
 
-from ds_sparse_ring.config import FixedSelector, SparseRingConfig
+from ds_sparse_ring.config import EveryQuerySelector, FixedSelector, FullSelector, SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
 from ds_sparse_ring.kernels.contract import columns_at_once, heads_of_sums
 from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
+from ds_sparse_ring.memory_selection import every_query_bytes, report_bytes, slots_of
 from ds_sparse_ring.plan import InnerKind
 from ds_sparse_ring.plan_check import PlanReport, check_plans
 from ds_sparse_ring.units import GIB
@@ -114,7 +116,7 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
     kept = kept_bytes(model, job.config, schedule.ulysses)
     ladder, misfit = _ladder(job, kept, n)
     attends_again = ladder is not None and ladder.recomputed > 0 or job.config.checkpoint == "index"
-    layer = max(_layer(job, schedule, n, attends_again), _loss(job, n))
+    layer = max(_layer(job, schedule, n, attends_again), _loss(job, n), _choosing(job, schedule, n))
     columns = columns_of(job, model.num_attention_heads // schedule.ulysses)
     parts = {
         **on_device,
@@ -136,11 +138,16 @@ def columns_of(job: Job, heads: int) -> float:
     The fixed selector says how many; otherwise they follow from the share of pairs that they are.
     """
     selector, segment = job.config.selector, min(job.tokens, job.config.segment_tokens or job.tokens)
-    kv_heads = max(1, job.model.num_key_value_heads * heads // job.model.num_attention_heads)
-    patterns = heads / (job.config.heads_per_pattern or heads // kv_heads)
+    patterns = _patterns(job, heads)
     if isinstance(selector, FixedSelector):
         return patterns * sum(min(selector.columns, end) for end in range(segment, job.tokens + segment, segment))
     return patterns * job.columns * job.tokens**2 / 2 / segment
+
+
+def _patterns(job: Job, heads: int) -> float:
+    """Of ``heads`` query heads."""
+    kv_heads = max(1, job.model.num_key_value_heads * heads // job.model.num_attention_heads)
+    return heads / (job.config.heads_per_pattern or heads // kv_heads)
 
 
 def column_parts(job: Job, heads: int) -> int:
@@ -269,6 +276,27 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     if ring:
         columns += rows_of(job, heads, kv_heads) * 2 * model.head_size * _FP32
     return n * (_BF16 * (elements + buffers * kv) + _FP32 * model.num_attention_heads) + columns + sums
+
+
+def _choosing(job: Job, schedule: Schedule, n: int) -> float:
+    """The forward pass where a layer's index is chosen: q, k, v, with Ulysses groups twice, and what `memory_selection` counts.
+
+    Whole layers hold the normalised input, too. Looking for scores that are not finite takes as much as q twice.
+    """
+    model, config = job.model, job.config
+    if isinstance(config.selector, FullSelector):
+        return 0.0
+    w, _, a, kv = _widths(model, schedule)
+    heads = model.num_attention_heads // schedule.ulysses
+    columns = columns_of(job, heads)
+    chosen = report_bytes(columns)
+    if isinstance(config.selector, EveryQuerySelector):
+        slots = slots_of(job.tokens, min(job.tokens, config.segment_tokens or job.tokens), _patterns(job, heads), BLOCK)
+        keys = _BF16 * kv / 2 / schedule.ulysses * job.tokens
+        ranks = config.check_degree(job.world) // schedule.ulysses
+        chosen = max(chosen, every_query_bytes(columns, slots, keys, ranks), _BF16 * n * 2 * a)
+    inputs = (0 if config.layer_chunk_tokens else w) + (a + kv) * (2 if schedule.ulysses > 1 else 1)
+    return _BF16 * n * inputs + chosen
 
 
 def _loss(job: Job, n: int) -> float:

@@ -90,9 +90,10 @@ def select_by_every_query(
     window = WindowSelector(window_blocks=selector.window_blocks, sink_tokens=selector.sink_tokens)
     slots = _slots(context.segments, patterns, window, q.device)
     rows = _local_rows(context.layout, context.rank, context.segments, patterns, q.device)
-    keys = of_all_blocks(k.unflatten(1, (-1, BLOCK)), context).flatten(1, 2)
     words = torch.zeros(slots.count, dtype=torch.int64, device=q.device)
+    keys = of_all_blocks(k.unflatten(1, (-1, BLOCK)), context).flatten(1, 2)
     _marker(method, context.kernel)(words, q, keys, rows, selector, patterns, scale)
+    del keys  # their room is that of the columns now
     _or_over_ring(words, context)
     words[slots.sinks] |= slots.sink_words
     nearest = window_index(window, context, patterns, q.device)  # its diagonals
@@ -179,7 +180,9 @@ def _compressed_rows(words: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
     for number, part in enumerate(words.split(_TOGETHER)):
         bits = (part.view(torch.uint8)[:, None] >> bit) & 1  # little endian, as all machines that run torch
         places.append(bits.flatten().nonzero().squeeze(1) + number * _TOGETHER * BLOCK)
+        del bits
     place = torch.cat(places)
+    del places
     slot = place // BLOCK
     row = torch.searchsorted(slots.ptr, slot, right=True) - 1
     values = (slot - slots.ptr[row] + slots.first_block[row]) * BLOCK + place % BLOCK
