@@ -1,21 +1,33 @@
 """Step time and memory of a training set-up before it is launched, for every schedule that the set-up allows.
 
-Attention is simulated from the plans (`simulate`); everything else is FLOPs over a rate, and bytes. What ZeRO sends is left
-out: it overlaps with long sequences. Times in ms, sizes in bytes, of one rank.
+Attention is simulated from the plans (`simulate`); everything else is FLOPs over a rate, and bytes. What ZeRO sends is left out:
+it overlaps with long sequences; so are row sums of do * o. Times in ms, sizes in bytes, of one rank.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ds_sparse_ring.config import EveryQuerySelector, FixedSelector, FullSelector, SparseRingConfig
+from ds_sparse_ring.hardware import Rate, rate_at
 from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.layout import BLOCK, Layout
-from ds_sparse_ring.memory import Memory, column_parts, memory_of, plan_report, ring_layout, rows_of
+from ds_sparse_ring.memory import (
+    Memory,
+    column_parts,
+    columns_of,
+    memory_of,
+    patterns_of,
+    plan_report,
+    ring_layout,
+    rows_of,
+    slots_of,
+)
 from ds_sparse_ring.plan_check import PlanReport
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
-_BF16, _FP32 = 2, 4
+_BF16, _FP32, _INT64 = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class Estimate:
     index_ms: float
     exchange_ms: float
     columns_ms: float
+    moved_ms: float
     rest_ms: float
     layers: int
     memory: Memory
@@ -35,8 +48,8 @@ class Estimate:
 
     @property
     def attention_ms(self) -> float:
-        """Of all layers, both passes, heads exchanged, columns waited for and index chosen; outputs that are not kept again."""
-        per_layer = self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms
+        """Of all layers, both passes, heads exchanged, columns waited for and moved, index chosen; outputs not kept again."""
+        per_layer = self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms + self.moved_ms
         return self.layers * per_layer + self.memory.recomputed * self.forward.total
 
     @property
@@ -66,7 +79,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     heads, kv_heads = model.num_attention_heads // ulysses, max(1, model.num_key_value_heads // ulysses)
     shard = 2 * kv_heads * layout.local_tokens * model.head_size
     page_blocks = None if config.page_tokens is None else config.page_tokens // BLOCK
-    rates = _attention_rates(job, layout.ranks)
+    rates = _attention_rates(job, heads, layout)
 
     def attention(flops: int, rate: float, *, backward: bool) -> PassTime:
         pair_ms = flops * model.head_size * heads / rate / 1e9
@@ -80,9 +93,10 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         schedule,
         forward,
         backward,
-        index_ms=_index_ms(job, heads, layout.ranks, forward.compute + backward.compute),
+        index_ms=_index_ms(job, heads, kv_heads, layout.ranks, forward.compute + backward.compute),
         exchange_ms=_exchange_ms(job, ulysses, local),
         columns_ms=_columns_ms(job, heads, kv_heads, layout, forward, backward),
+        moved_ms=_moved_ms(job, heads),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
         layers=model.num_hidden_layers,
         memory=memory,
@@ -90,16 +104,29 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
     )
 
 
-def _attention_rates(job: Job, ranks: int) -> tuple[float, float]:
-    """Forward and backward; ``ranks`` of the ring."""
+def _attention_rates(job: Job, heads: int, layout: Layout) -> tuple[float, float]:
+    """Forward and backward, of a rank's ``heads`` on a ring's layout."""
     machine = job.hardware
     if not isinstance(job.config.selector, FullSelector):
-        return machine.sparse_forward, machine.sparse_backward
+        forward, backward = (_sparse_rate(job, heads, layout, rate) for rate in (machine.sparse_forward, machine.sparse_backward))
+        return forward, backward
     return (
         (machine.dense_forward, machine.dense_backward)
-        if ranks == 1
+        if layout.ranks == 1
         else (machine.ring_dense_forward, machine.ring_dense_backward)
     )
+
+
+def _sparse_rate(job: Job, heads: int, layout: Layout, rate: Rate) -> float:
+    """Of columns and diagonals together. A tile of columns costs the less the more queries read it.
+
+    These are a segment's, for all heads of a pattern; a striped ring gives each rank its share of them.
+    """
+    segment = min(job.tokens, job.config.segment_tokens or job.tokens)
+    here = segment / layout.ranks if layout.kind == "striped" else segment
+    of_columns, of_diagonals = rate_at(rate, here * heads / patterns_of(job, heads)), rate_at(rate, math.inf)
+    share = job.columns / job.density if job.density else 0.0
+    return 1 / (share / of_columns + (1 - share) / of_diagonals)
 
 
 def _rest_rate(job: Job) -> float:
@@ -108,15 +135,39 @@ def _rest_rate(job: Job) -> float:
     return rate if job.config.layer_chunk_tokens is None else rate * machine.chunked
 
 
-def _index_ms(job: Job, heads: int, ranks: int, attention_ms: float) -> float:
+def _index_ms(job: Job, heads: int, kv_heads: int, ranks: int, attention_ms: float) -> float:
     """Choosing the index of a layer, for this rank's ``heads`` and its part of a ring."""
     machine, selector = job.hardware, job.config.selector
     if isinstance(selector, FullSelector):
         return 0.0
     if isinstance(selector, EveryQuerySelector):
         pairs = job.tokens * (job.tokens + 1) / 2 / ranks
-        return 2 * job.model.head_size * heads * pairs / machine.scores / 1e9
+        scores = 2 * job.model.head_size * heads * pairs / machine.scores / 1e9
+        return scores + columns_of(job, heads) / 1e6 * machine.listing_ms + _gathering_ms(job, heads, kv_heads, ranks)
     return attention_ms * (machine.fixed_index_share if isinstance(selector, FixedSelector) else machine.index_share)
+
+
+def _gathering_ms(job: Job, heads: int, kv_heads: int, ranks: int) -> float:
+    """Before every query chooses a ring gathers all keys, and then the bits of all ranks. Nothing runs beside."""
+    if ranks == 1:
+        return 0.0
+    keys = _BF16 * job.model.head_size * kv_heads * job.tokens / ranks
+    received = (ranks - 1) * (keys + _INT64 * slots_of(job, heads))
+    return 2 * job.hardware.latency_ms + received / _gathering_rate(job)
+
+
+def _gathering_rate(job: Job) -> float:
+    """Bytes/ms of a rank; all links of a node take part."""
+    machine = job.hardware
+    return min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6
+
+
+def _moved_ms(job: Job, heads: int) -> float:
+    """On the device: all columns put in order in both passes, and their gradients' sums put back; a ring's ranks do so each."""
+    rate = job.hardware.column_gb_s
+    if rate is None:
+        return 0.0
+    return columns_of(job, heads) * 2 * job.model.head_size * (2 * _BF16 + _FP32) / rate / 1e6
 
 
 def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
@@ -139,8 +190,7 @@ def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: Pa
     ranks, rows, parts = layout.ranks, rows_of(job, heads, kv_heads), column_parts(job, heads)
     if ranks == 1 or not rows:
         return 0.0
-    machine, size = job.hardware, job.model.head_size
-    rate = min(machine.inner_gb_s, machine.node_ranks * machine.outer_gb_s) * 1e6  # bytes/ms; all links of a node take part
+    machine, size, rate = job.hardware, job.model.head_size, _gathering_rate(job)
     of_columns = parts * (ranks - 1) / ranks * 2 * rows * size
     of_hops = (ranks - 1) * 2 * kv_heads * layout.local_tokens * size
     again, waits = _BF16 if parts > 1 else 0, 0.0

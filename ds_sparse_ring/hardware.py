@@ -6,13 +6,30 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
+
+Rate = float | Annotated[dict[PositiveInt, float], Field(min_length=1)]
+"""One number, or numbers by queries that read a column, in a file ``{"2048": 243, "8192": 388}``; see `rate_at`."""
+
+
+def rate_at(rate: Rate, queries: float) -> float:
+    """The rate where so many queries read a column: between two numbers by the logarithm, beyond them the last one."""
+    if not isinstance(rate, dict):
+        return rate
+    (fewer, value), *more = sorted(rate.items())
+    for number, rate_there in more:
+        if queries < number:
+            way = max(0.0, math.log(queries / fewer) / math.log(number / fewer))
+            return value + way * (rate_there - value)
+        fewer, value = number, rate_there
+    return value
 
 
 class Hardware(BaseModel):
@@ -30,9 +47,10 @@ class Hardware(BaseModel):
     dense_forward: float
     dense_backward: float
     """Dense causal attention, per active entry (4 D and 10 D)."""
-    sparse_forward: float
-    sparse_backward: float
-    """This package's kernels, likewise."""
+    sparse_forward: Rate
+    sparse_backward: Rate
+    """This package's kernels, likewise. By queries that read a column: tokens of a segment that a rank has, times query heads of
+    a pattern. Diagonals have the last number."""
     ring_dense_forward: float
     ring_dense_backward: float
     """Dense attention on a ring, whose shards no library of dense attention takes: this package's kernels on the full index."""
@@ -55,6 +73,10 @@ class Hardware(BaseModel):
     """Likewise by the fixed selector, which ranks the sums of every head and segment."""
     scores: float
     """Scores of all queries and keys without attention (every_query), TFLOP/s at 2 D a causal pair."""
+    column_gb_s: float | None = Field(default=None, gt=0)
+    """Keys and values of columns put in their order, and sums of their gradients put back, GB/s of these; null: not counted."""
+    listing_ms: float = 0.0
+    """Making lists of a million columns from bits (every_query)."""
 
 
 _A100: dict[str, Any] = {
@@ -82,7 +104,7 @@ _H200: dict[str, Any] = {
     "dense_forward": 679,
     "dense_backward": 611,
     "sparse_forward": 508,
-    "sparse_backward": 430,
+    "sparse_backward": {2048: 243, 8192: 388, 16384: 456},
     "ring_dense_forward": 608,
     "ring_dense_backward": 471,
     "rest": 463,
@@ -94,6 +116,8 @@ _H200: dict[str, Any] = {
     "index_share": 0.04,
     "fixed_index_share": 0.09,
     "scores": 600,
+    "column_gb_s": 640,
+    "listing_ms": 0.1,
 }
 _CPU: dict[str, Any] = {
     "source": "attention measured on two cores of an AMD EPYC (docs/measurements.md), the rest assumed",

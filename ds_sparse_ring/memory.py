@@ -24,7 +24,7 @@ from ds_sparse_ring.job import Job, ModelShape, Schedule, schedules
 from ds_sparse_ring.kernels.contract import columns_at_once, heads_of_sums
 from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
-from ds_sparse_ring.memory_selection import every_query_bytes, report_bytes, slots_of
+from ds_sparse_ring.memory_selection import every_query_bytes, report_bytes
 from ds_sparse_ring.plan import InnerKind
 from ds_sparse_ring.plan_check import PlanReport, check_plans
 from ds_sparse_ring.units import GIB
@@ -138,16 +138,23 @@ def columns_of(job: Job, heads: int) -> float:
     The fixed selector says how many; otherwise they follow from the share of pairs that they are.
     """
     selector, segment = job.config.selector, min(job.tokens, job.config.segment_tokens or job.tokens)
-    patterns = _patterns(job, heads)
+    patterns = patterns_of(job, heads)
     if isinstance(selector, FixedSelector):
         return patterns * sum(min(selector.columns, end) for end in range(segment, job.tokens + segment, segment))
     return patterns * job.columns * job.tokens**2 / 2 / segment
 
 
-def _patterns(job: Job, heads: int) -> float:
+def patterns_of(job: Job, heads: int) -> float:
     """Of ``heads`` query heads."""
     kv_heads = max(1, job.model.num_key_value_heads * heads // job.model.num_attention_heads)
     return heads / (job.config.heads_per_pattern or heads // kv_heads)
+
+
+def slots_of(job: Job, heads: int) -> float:
+    """Words of 64 bits in which every query marks its keys: each segment's reach back to the first token, in each pattern."""
+    segment = min(job.tokens, job.config.segment_tokens or job.tokens)
+    ends = range(segment, job.tokens + segment, segment)
+    return patterns_of(job, heads) * sum(-(-min(end, job.tokens) // BLOCK) for end in ends)
 
 
 def column_parts(job: Job, heads: int) -> int:
@@ -291,10 +298,9 @@ def _choosing(job: Job, schedule: Schedule, n: int) -> float:
     columns = columns_of(job, heads)
     chosen = report_bytes(columns)
     if isinstance(config.selector, EveryQuerySelector):
-        slots = slots_of(job.tokens, min(job.tokens, config.segment_tokens or job.tokens), _patterns(job, heads), BLOCK)
         keys = _BF16 * kv / 2 / schedule.ulysses * job.tokens
         ranks = config.check_degree(job.world) // schedule.ulysses
-        chosen = max(chosen, every_query_bytes(columns, slots, keys, ranks), _BF16 * n * 2 * a)
+        chosen = max(chosen, every_query_bytes(columns, slots_of(job, heads), keys, ranks), _BF16 * n * 2 * a)
     inputs = (0 if config.layer_chunk_tokens else w) + (a + kv) * (2 if schedule.ulysses > 1 else 1)
     return _BF16 * n * inputs + chosen
 

@@ -15,12 +15,6 @@ _UNPACKED = 128
 """Of a slot in such a slice: a byte a token, shifted, and masked."""
 
 
-def slots_of(tokens: int, segment_tokens: int, patterns: float, block: int) -> float:
-    """W of one document: each segment has a bit for every token up to its end, in each pattern."""
-    ends = range(segment_tokens, tokens + segment_tokens, segment_tokens)
-    return patterns * sum(-(-min(end, tokens) // block) for end in ends)
-
-
 def every_query_bytes(columns: float, slots: float, keys: float, ranks: int) -> float:
     """Of `select.every_query.select_by_every_query`, on a ring of ``ranks``.
 

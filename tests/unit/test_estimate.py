@@ -15,7 +15,7 @@ from ds_sparse_ring.cli import app
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
-from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.hardware import load_hardware, rate_at
 from ds_sparse_ring.job import SHAPES, Job, Schedule, load_shape, schedules, states_of
 from ds_sparse_ring.kernels import contract
 from ds_sparse_ring.memory import Memory, column_parts, columns_of, longest_sequence, memory_of, refuse_misfit
@@ -98,12 +98,57 @@ def test_where_every_query_chooses_all_scores_are_paid_for_and_a_pattern_holds_i
     config = SparseRingConfig(selector={"kind": "every_query"}, segment_tokens=1024, heads_per_pattern=8)
     job = _job(2, config=config, density=0.05, columns=0.05)
     flops = 16 * 131072 * 131073 / 2 * 2 * 128
-    assert estimate(job, Schedule()).index_ms == pytest.approx(flops / 2 / job.hardware.scores / 1e9)
-    assert columns_of(job, 16) == pytest.approx(2 * 0.05 * 131072**2 / 2 / 1024)
+    scores, columns = flops / 2 / job.hardware.scores / 1e9, columns_of(job, 16)
+    assert columns == pytest.approx(2 * 0.05 * 131072**2 / 2 / 1024)
+    received = 65536 * 2 * 128 * 2 + 2 * 16 * sum(range(1, 129)) * 8  # the other rank's keys, and its bits
+    gathered = 2 * job.hardware.latency_ms + received / 300e6
+    assert estimate(job, Schedule()).index_ms == pytest.approx(scores + 0.1 * columns / 1e6 + gathered)
     shared = replace(job, config=config.model_copy(update={"heads_per_pattern": None}))
     assert columns_of(shared, 16) == columns_of(job, 16) and columns_of(shared, 4) == columns_of(job, 8), (
         "4 ranks share 2 KV heads"
     )
+
+
+@pytest.mark.parametrize(  # segments, heads of a pattern, forward, backward, and gathered and returned, ms
+    ("segment", "group", "measured"),
+    [(256, 8, (6.77, 36.3, 8.39)), (1024, 8, (6.68, 22.8, 2.36)), (16384, 1, (6.71, 19.3, 1.45))],
+)
+def test_what_short_segments_cost_in_attention_is_reproduced(segment: int, group: int, measured: tuple[float, ...]) -> None:
+    """The last table of "By every query" in docs/measurements.md; its last column has 0.3 ms of row sums, too."""
+    config = SparseRingConfig(selector={"kind": "every_query"}, segment_tokens=segment, heads_per_pattern=group)
+    e = estimate(_job(1, config=config, density=0.05, columns=0.05), Schedule())
+    moved_once = e.moved_ms * 6 / 8  # the replay gathers again
+    assert [e.forward.compute, e.backward.compute] == [pytest.approx(ms, rel=0.05) for ms in measured[:2]]
+    assert moved_once == pytest.approx(measured[2] - 0.35, rel=0.1)
+
+
+def test_rates_hold_between_their_numbers_and_where_fewer_queries_of_a_segment_are_on_a_rank() -> None:
+    rate = {2048: 200.0, 8192: 400.0}
+    assert [rate_at(rate, x) for x in (64, 2048, 4096, 8192, math.inf)] == [200, 200, pytest.approx(300), 400, 400]
+    assert rate_at(321, 64) == 321, "one number, as files had it before"
+
+    def compute_ms(world: int, share: float = 0.05, **values: Any) -> float:
+        config = SparseRingConfig.model_validate({"selector": {"kind": "every_query"}, "segment_tokens": 1024} | values)
+        return estimate(_job(world, config=config, density=0.05, columns=share), Schedule()).backward.compute
+
+    assert 2 * compute_ms(2) > 1.1 * compute_ms(1), "a striped ring shares out each segment"
+    assert 2 * compute_ms(2, layout="zigzag") == pytest.approx(compute_ms(1))
+    assert compute_ms(1, heads_per_pattern=1) > 1.5 * compute_ms(1)
+    assert compute_ms(1, share=0.0, heads_per_pattern=1) < compute_ms(1), "diagonals do not depend on segments"
+
+
+def test_a_file_of_one_number_a_rate_and_without_later_fields_is_valid(tmp_path: Path) -> None:
+    older = load_hardware("h200").model_dump(exclude={"column_gb_s", "listing_ms"}) | {"sparse_backward": 430}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    hardware = load_hardware(str(tmp_path / "older.json"))
+    config = SparseRingConfig(selector={"kind": "every_query"})
+    e = estimate(replace(_job(1, config=config, density=0.05, columns=0.05), hardware=hardware), Schedule())
+    assert hardware.sparse_backward == 430 and e.moved_ms == 0 < e.step_ms
+    (tmp_path / "newer.json").write_text(json.dumps(older | {"sparse_backward": {"2048": 243, "8192": 388}}))
+    assert load_hardware(str(tmp_path / "newer.json")).sparse_backward == {2048: 243, 8192: 388}
+    (tmp_path / "none.json").write_text(json.dumps(older | {"sparse_backward": {}}))
+    with pytest.raises(SparseRingError, match="sparse_backward"):
+        load_hardware(str(tmp_path / "none.json"))
 
 
 def test_the_shape_of_a_model_counts_its_parameters() -> None:

@@ -15,8 +15,8 @@ from ds_sparse_ring.documents import Segment
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.index import VerticalSlash, density
 from ds_sparse_ring.job import SHAPES, Job, Schedule
-from ds_sparse_ring.memory import columns_of, memory_of
-from ds_sparse_ring.memory_selection import every_query_bytes, report_bytes, slots_of
+from ds_sparse_ring.memory import columns_of, memory_of, slots_of
+from ds_sparse_ring.memory_selection import every_query_bytes, report_bytes
 from ds_sparse_ring.select import every_query
 
 PATTERNS, SEGMENT, SEGMENTS = 2, 4, 40
@@ -42,7 +42,9 @@ def test_rows_and_densities_take_what_is_predicted(share: float) -> None:
     slots = every_query._slots(segments, PATTERNS, WindowSelector(), torch.device("cpu"))
     bits = torch.rand(slots.count, 64, generator=torch.Generator().manual_seed(0)) < share
     words = (bits.long() << torch.arange(64)).sum(1)
-    assert slots.count == slots_of(SEGMENTS * SEGMENT * 64, SEGMENT * 64, PATTERNS, 64)
+    config = SparseRingConfig(segment_tokens=SEGMENT * 64)  # a pattern for each of two KV heads
+    job = Job(SHAPES["qwen2.5-3b"], load_hardware("h200"), config, SEGMENTS * SEGMENT * 64, 1, 0.05, 0.05)
+    assert slots.count == slots_of(job, 16)
     chosen, rows = _peak(lambda: every_query._compressed_rows(words, slots))
     predicted = every_query_bytes(rows[1].numel(), slots.count, 1e9, ranks=1) - words.numel() * 8
     assert 0.85 * predicted < chosen < 1.01 * predicted

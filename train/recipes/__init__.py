@@ -111,6 +111,7 @@ class Recipe:
 
 
 _UNITED_NODES: dict[str, Any] = {"ulysses_degree": 2, "inner_degree": 4}
+_HEADS_HALVED: dict[str, Any] = {"ulysses_degree": 2}  # half the columns, twice the queries that read each
 _HEADS_SHARED: dict[str, Any] = {"ulysses_degree": 8}  # each rank needs the columns of one of 8 KV heads
 
 
@@ -124,19 +125,19 @@ _QWEN8B = ("qwen3-8b", "Qwen/Qwen3-8B")
 
 RECIPES = (
     Recipe(*_QWEN3B, 512 << 10, 1, 32768, _host(160)),
-    Recipe(*_QWEN3B, 512 << 10, 2, 32768),
-    Recipe(*_QWEN3B, 512 << 10, 8, 32768),
+    Recipe(*_QWEN3B, 512 << 10, 2, 32768, _HEADS_HALVED),
+    Recipe(*_QWEN3B, 512 << 10, 8, 32768, _HEADS_HALVED),
     Recipe(*_QWEN3B, 512 << 10, 32, 32768, _UNITED_NODES),
     Recipe(*_LLAMA, 512 << 10, 1, 8192, _host(280), states_on_host=True),
-    Recipe(*_LLAMA, 512 << 10, 2, 8192, _host(140)),
+    Recipe(*_LLAMA, 512 << 10, 2, 8192, {**_HEADS_HALVED, **_host(140)}),
     Recipe(*_LLAMA, 512 << 10, 8, 8192, _HEADS_SHARED),
     Recipe(*_LLAMA, 512 << 10, 32, 8192, _HEADS_SHARED),
     Recipe(*_LLAMA, 1 << 20, 1, 8192, {"segment_tokens": 4096, **_host(560)}, states_on_host=True),
-    Recipe(*_LLAMA, 1 << 20, 2, 8192, {"ulysses_degree": 2, **_host(280)}, states_on_host=True),
+    Recipe(*_LLAMA, 1 << 20, 2, 8192, {**_HEADS_HALVED, **_host(280)}, states_on_host=True),
     Recipe(*_LLAMA, 1 << 20, 8, 8192, {**_HEADS_SHARED, **_host(80)}),
     Recipe(*_LLAMA, 1 << 20, 32, 8192, _HEADS_SHARED),
     Recipe(*_QWEN8B, 512 << 10, 1, 32768, _host(320), states_on_host=True),
-    Recipe(*_QWEN8B, 512 << 10, 2, 32768, _host(160)),
+    Recipe(*_QWEN8B, 512 << 10, 2, 32768, {**_HEADS_HALVED, **_host(160)}),
     Recipe(*_QWEN8B, 512 << 10, 8, 32768, _HEADS_SHARED),
     Recipe(*_QWEN8B, 512 << 10, 32, 32768, _HEADS_SHARED),
 )
