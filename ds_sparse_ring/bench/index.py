@@ -3,6 +3,7 @@
 A figure is the median over rounds of the time of `select_index`, its one wait for the device included, with the spread of the
 rounds beside it. On a GPU it is taken twice: behind work that the device has still to do, as in training, where launches are
 hidden by the layers before; and on an idle device. Queries and keys are random with planted columns and slashes, or recorded.
+Selectors that ask probes, and ``every_query``, whose scores are looked at by the kernels of training's backend.
 
 Shapes: H query heads, K key/value heads, n tokens, D head size.
 """
@@ -13,7 +14,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -32,6 +33,8 @@ from ds_sparse_ring.units import MIB
 
 TOKENS = ["16K", "32K", "64K", "128K", "256K", "512K"]
 SEGMENTS = ["1K", "2K", "4K", "8K", "16K", "0"]
+SHORT_SEGMENTS = ["256", "512", "1K"]
+"""Those of every_query."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WARM_UP = 3
 _QUEUED = 8192  # rows of a square matrix product, which takes longer than the launches of a selection
@@ -40,15 +43,26 @@ _QUEUED = 8192  # rows of a square matrix product, which takes longer than the l
 def main(
     tokens: Annotated[list[str], typer.Option(help="Tokens of the sequence, 64K for example; may be repeated.")] = TOKENS,
     segment_tokens: Annotated[
-        list[str], typer.Option(help="Tokens of a segment, 0 for one segment; may be repeated.")
-    ] = SEGMENTS,
+        list[str] | None,
+        typer.Option(
+            help=f"Tokens of a segment, 0 for one segment; may be repeated. Left out: {', '.join(SEGMENTS)}; "
+            f"of every_query {', '.join(SHORT_SEGMENTS)}."
+        ),
+    ] = None,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     head_size: Annotated[int, typer.Option(help="Head size.")] = 128,
-    heads_per_pattern: Annotated[int, typer.Option(help="Query heads that share a pattern.")] = 1,
+    heads_per_pattern: Annotated[
+        int | None, typer.Option(help="Query heads that share a pattern. Left out: 1; of every_query all of a KV head.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    selector: Annotated[str, typer.Option(help="price, top_p or fixed, with its default values.")] = "price",
-    price: Annotated[float | None, typer.Option(help="Another price than the default.")] = None,
+    selector: Annotated[
+        Literal["price", "top_p", "fixed", "every_query"], typer.Option(help="With its default values.")
+    ] = "price",
+    price: Annotated[float | None, typer.Option(help="Another price than the default, of price or every_query.")] = None,
+    backend: Annotated[
+        Literal["auto", "cuda", "triton"], typer.Option(help="Whose kernel scores for every_query on a GPU.")
+    ] = "auto",
     recorded: Annotated[Path | None, typer.Option(help='File of torch.save({"q": [H, n, D], "k": [K, n, D]}).')] = None,
     attention_ms: Annotated[list[float] | None, typer.Option(help="Measured attention, one per --tokens; ms.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 10,
@@ -62,21 +76,26 @@ def main(
         raise typer.BadParameter(f"--dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
     shape = _Shape(heads, kv_heads, head_size, _DTYPES[dtype], str(chosen_device("index", device)))
     chosen: dict[str, Any] = {"kind": selector} | ({"price": price} if price is not None else {})
-    segments = [tokens_or_none(text) for text in segment_tokens]
+    every_query = selector == "every_query"
+    segments = [tokens_or_none(text) for text in segment_tokens or (SHORT_SEGMENTS if every_query else SEGMENTS)]
+    common: dict[str, Any] = {"selector": chosen, "backend": backend if every_query and shape.on_gpu else "torch"}
+    if heads_per_pattern is not None:
+        common["heads_per_pattern"] = heads_per_pattern
     rows = []
     for place, length in enumerate(map(parse_tokens, tokens)):
         q, k = load(recorded, length, shape) if recorded else planted(length, shape)
         for segment in segments:
             if segment <= length:
-                config = {"segment_tokens": segment or None, "heads_per_pattern": heads_per_pattern, "selector": chosen}
-                row = measure(q, k, _context(length, config), rounds)
+                context = _context(length, common | {"segment_tokens": segment or None})
+                row = measure(q, k, context, rounds)
                 row["attention_ms"] = attention_ms[place] if attention_ms else None
                 rows.append(row)
                 _print_row(row, first=len(rows) == 1, shape=shape)
     fields = {
         "shape": {"heads": q.shape[0], "kv_heads": k.shape[0], "head_size": q.shape[2], "dtype": dtype},
-        "heads_per_pattern": heads_per_pattern,
+        "heads_per_pattern": SparseRingConfig(**common).heads_per_pattern,
         "selector": chosen,
+        "backend": common["backend"],
         "inputs": str(recorded) if recorded else "planted",
         "rounds": rounds,
         "rows": rows,
@@ -91,6 +110,10 @@ class _Shape:
     head_size: int
     dtype: torch.dtype
     device: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 def planted(tokens: int, shape: _Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -139,7 +162,7 @@ def load(path: Path, tokens: int, shape: _Shape) -> tuple[Tensor, Tensor]:
 
 
 def _context(tokens: int, config: dict[str, Any]) -> SequenceContext:
-    ring = SparseRing(SparseRingConfig(backend="torch", **config))
+    ring = SparseRing(SparseRingConfig(**config))
     return ring.bind(ring.sequence_batch({"input_ids": torch.zeros(1, tokens, dtype=torch.int64)})["sparse_ring"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,23 @@ def test_a_table_and_a_file_with_a_row_for_each_case(tmp_path: Path) -> None:
     assert [(r["tokens"], r["segment_tokens"]) for r in rows] == [(200, 64), (200, None), (512, 64), (512, 256), (512, None)]
     assert all(0 < r["least_ms"] <= r["median_ms"] <= r["most_ms"] and r["diagonals_per_pattern"] >= 1 for r in rows)
     assert len([line for line in table.splitlines() if line.endswith("% |")]) == 5
+
+
+def test_every_query_is_measured_with_its_own_segments_patterns_and_prices(tmp_path: Path) -> None:
+    def rows(*arguments: str, segment: str = "64") -> dict[str, Any]:
+        out = tmp_path / "bench.json"
+        _run("--selector", "every_query", "--tokens", "0.5K", "--segment-tokens", segment, *arguments, "--output", str(out))
+        return json.loads(out.read_text())
+
+    shared, apart = rows(), rows("--heads-per-pattern", "1")
+    assert (shared["heads_per_pattern"], apart["heads_per_pattern"]) == (None, 1)
+    (dear, cheap), more = (rows("--price", price)["rows"][0] for price in ("0.3", "0.02")), rows(segment="256")["rows"][0]
+    assert shared["rows"] and dear["columns_per_pattern"] < cheap["columns_per_pattern"] < more["columns_per_pattern"]
+    assert apart["rows"][0]["columns_per_pattern"] < cheap["columns_per_pattern"], "one head wants less than two"
+    assert cheap["diagonals_per_pattern"] < 2 and cheap["median_ms"] > 0
+    _run("--selector", "every_query", "--tokens", "0.5K", "--output", str(tmp_path / "own.json"))
+    assert [row["segment_tokens"] for row in json.loads((tmp_path / "own.json").read_text())["rows"]] == [256, 512]
+    assert "is not one of" in " ".join(_run("--selector", "window", "--output", str(tmp_path / "no.json")).split())
 
 
 def test_recorded_queries_and_keys_are_cut_to_length_and_checked(tmp_path: Path) -> None:
