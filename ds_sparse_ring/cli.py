@@ -116,10 +116,11 @@ def config(
     file: Annotated[Path, typer.Argument(help='A DeepSpeed JSON file with a section "sparse_ring".')],
     world: Annotated[int | None, typer.Option(min=1, help="Number of ranks; shows how they are divided.")] = None,
 ) -> None:
-    """Check a DeepSpeed JSON file and show its section "sparse_ring" with all defaults filled in."""
+    """Check a DeepSpeed JSON file and show its section "sparse_ring", with all defaults that its selector reads filled in."""
     from rich.console import Console
 
     from ds_sparse_ring.config import SparseRingConfig
+    from ds_sparse_ring.config_reads import unread
 
     try:
         section = SparseRingConfig.from_deepspeed(file)
@@ -128,7 +129,10 @@ def config(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     console = Console()
-    console.print(_section_table(section, str(file)))
+    hidden = unread(section.selector)
+    console.print(_section_table(section, str(file), hidden))
+    if hidden:
+        console.print(f'not read by selector "{section.selector.kind}": {", ".join(hidden)}')
     if world is not None and degree is not None:
         rings = world // degree
         console.print(f"{world} ranks = {rings} sequence{'s' if rings > 1 else ''} at once x {degree} ranks that share each")
@@ -189,12 +193,13 @@ def plan(
         raise typer.Exit(1) from None
 
 
-def _section_table(section: BaseModel, title: str) -> Table:
+def _section_table(section: BaseModel, title: str, hidden: tuple[str, ...]) -> Table:
     from rich.table import Table
 
     table = Table("key", "value", "meaning", title=f'"sparse_ring" of {title}', title_justify="left")
     for key, value, meaning in _rows(section, ""):
-        table.add_row(key, value, meaning)
+        if key not in hidden:
+            table.add_row(key, value, meaning)
     return table
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ds_sparse_ring.config import CompleteSelector
+from ds_sparse_ring.config_reads import unread
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_offload
 from ds_sparse_ring.integrations.transformers import attach
@@ -232,7 +232,10 @@ class Setup:
     def _probe_rows(self, segment: str) -> list[tuple[str, str]]:
         """How a selection by probes works, and what is active without one."""
         config = self.ring.config
-        if isinstance(config.selector, CompleteSelector):
+        hidden = unread(config.selector)
+        if "segment_tokens" in hidden:
+            return []
+        if "probe" in hidden:
             return [("segments", segment)]
         return [
             ("segments", f"{segment}, probed by {config.probe_tokens} queries ({config.probe} segment)"),

@@ -326,6 +326,8 @@ def test_the_set_up_names_no_probe_and_no_forced_entries_of_selectors_that_say_a
         ring = SparseRing(SparseRingConfig(selector=selector))
         rows = Setup(ring, zero_stage=0, micro_batch=1, accumulation=1, dtype="float32", gradient_checkpointing=False).rows()
         assert ("always active" in dict(rows)) == forced == ("probed by" in dict(rows)["segments"])
+    full = Setup(SparseRing(SparseRingConfig(selector={"kind": "full"})), 0, 1, 1, "float32", gradient_checkpointing=False)
+    assert not {"segments", "always active"} & set(dict(full.rows())), "it needs none"
 
 
 @pytest.mark.parametrize("selector", KINDS, ids=[selector["kind"] for selector in KINDS])

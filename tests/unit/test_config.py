@@ -322,6 +322,23 @@ def test_the_command_shows_the_section_with_its_defaults(tmp_path: Path) -> None
         assert part in result.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [
+        ("price", set()),
+        ("every_query", {"probe", "probe_tokens", "local_blocks", "sink_tokens"}),
+        ("full", {"probe", "probe_tokens", "local_blocks", "sink_tokens", "segment_tokens", "heads_per_pattern"}),
+    ],
+)
+def test_the_command_shows_what_the_selector_reads(kind: str, hidden: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"sparse_ring": {"selector": {"kind": kind}}}))
+    result = CliRunner().invoke(app, ["config", str(path)], env={"COLUMNS": "160"})
+    first = {words[1] for line in result.output.splitlines() if len(words := line.split()) > 2 and words[0] in "│|"}
+    assert set(SparseRingConfig.model_fields) - first - {"selector", "offload", "schedule", "maps"} == hidden
+    assert (f'not read by selector "{kind}"' in result.output) == bool(hidden)
+
+
 def test_the_command_fails_with_the_message(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"sparse_ring": {"degree": 4}}')
