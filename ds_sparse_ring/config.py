@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ds_sparse_ring.config_base import BLOCK_TOKENS, Strict, check_multiple
 from ds_sparse_ring.config_errors import describe_validation_error, refuse_auto, refuse_strays, section_of
+from ds_sparse_ring.config_reads import check_reads
 from ds_sparse_ring.config_schedule import check_schedule
 from ds_sparse_ring.config_selectors import (
     BigBirdSelector,
@@ -64,9 +65,6 @@ __all__ = [
 def _asks_every_query(data: Mapping[str, Any]) -> bool:
     """Of fields that are valid so far: every query chooses for a few of a KV head; else a probe for many queries of a head."""
     return isinstance(data.get("selector"), EveryQuerySelector)
-
-
-_ASKS_ALL = (EveryQuerySelector, MobaSelector, NormSelector, XAttentionSelector)  # no probe chooses for other queries
 
 
 class OffloadConfig(Strict):
@@ -254,7 +252,7 @@ class SparseRingConfig(Strict):
                 'inner = "gather" needs inner_degree, the ranks whose keys and values are held at once: '
                 'set it (the degree itself gathers the whole sequence) or inner = "ring"'
             )
-        self._check_complete_selector()
+        check_reads(self, self.selector)
         if self.probe == "previous" and self.segment_tokens is None:
             raise ValueError(
                 'probe = "previous" needs a segment before, but segment_tokens = null makes one segment per document: '
@@ -268,26 +266,6 @@ class SparseRingConfig(Strict):
     def page_tokens(self) -> int | None:
         """Tokens of a page of keys and values that wait outside the device; None: they stay on it."""
         return None if self.offload is None else self.offload.kv_page_tokens
-
-    def _check_complete_selector(self) -> None:
-        """What a selector that says all cannot take into account must not be set (a default may stand there)."""
-        if not isinstance(self.selector, CompleteSelector):
-            return
-        kind, fields = self.selector.kind, type(self).model_fields
-        for key in ("local_blocks", "sink_tokens"):
-            if getattr(self, key) != fields[key].default:
-                counterpart = "window_blocks" if key == "local_blocks" else key
-                own = [name for name in type(self.selector).model_fields if name != "kind"]
-                own = [counterpart] if counterpart in own else own
-                raise ValueError(
-                    f'{key} = {getattr(self, key)} has no effect on selector "{kind}", which says itself what is active: '
-                    f"leave it out, and set the selector's own {', '.join(own)}"
-                )
-        if self.probe == "previous" and isinstance(self.selector, _ASKS_ALL):
-            raise ValueError(
-                f'probe = "previous" has no effect on selector "{kind}", whose query blocks choose for themselves: '
-                'use probe = "own"'
-            )
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> SparseRingConfig:

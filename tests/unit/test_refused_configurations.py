@@ -82,6 +82,10 @@ CONFIGURATIONS = [
         "a price in per cent",
         lambda _: section(selector={"kind": "price", "price": 5}), "selector.price", "= 5", "less than 1",
     ),
+    Wrong(
+        "probes beside the default",
+        lambda _: section(probe_tokens=32), "sparse_ring.probe_tokens", "has no effect", "leave it out",
+    ),
     Wrong("segments of no whole blocks", lambda _: section(segment_tokens=100), "segment_tokens", "= 100", "use 64 or 128"),
     Wrong(
         "chunks of no token",
