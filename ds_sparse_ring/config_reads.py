@@ -19,9 +19,9 @@ def unread(selector: Any) -> tuple[str, ...]:
 
 
 def check_reads(section: Any, selector: Any) -> None:
-    """Refuse what a selector cannot take into account. A default may stand there, and anything beside the full index.
+    """Refuse what a selector cannot take into account, or make sparse.
 
-    That is compared with others under the same keys, and nobody takes it for what they say.
+    A default may stand there, and anything beside the full index: that is compared with others under the same keys.
 
     Args:
         section: a `SparseRingConfig`; selector: its, one of the kinds of `Selector`.
@@ -34,6 +34,11 @@ def check_reads(section: Any, selector: Any) -> None:
         if key in unread(selector) and value != type(section).model_fields[key].default:
             why, way_out = _why(key, selector)
             raise ValueError(f'{key} = {json.dumps(value)} has no effect on selector "{selector.kind}", {why}: {way_out}')
+    if selector.kind == "every_query" and section.segment_tokens is None:
+        raise ValueError(
+            'segment_tokens = null makes one segment per document, of which selector "every_query" keeps each key that any query '
+            "wants, nearly all of a long one: set segment_tokens (256 to 1024), or leave it out (512)"
+        )
 
 
 def _why(key: str, selector: Any) -> tuple[str, str]:

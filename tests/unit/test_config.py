@@ -174,6 +174,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"probe": "previous"}, ['probe = "previous" has no effect on selector "every_query"', 'use probe = "own"', '"price"']),
     ({"selector": {"kind": "window"}, "probe": "previous"}, ['no effect on selector "window"', 'use probe = "own"']),
     ({"selector": {"kind": "bigbird"}, "probe_tokens": 1}, ['no effect on selector "bigbird"', "leave it out"]),
+    ({"segment_tokens": None}, ["segment_tokens = null", "one segment per document", "set segment_tokens (256 to 1024)"]),
     # Transformers fills every "auto" of the file
     ({"backend": "auto"}, ['sparse_ring.backend = "auto"', "Transformers", "leave the key out"]),
     ({"degree": "auto"}, ['sparse_ring.degree = "auto"', "Transformers"]),

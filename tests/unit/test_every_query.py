@@ -20,12 +20,12 @@ from .reference import bound, global_qkv
 
 SCALE = 0.5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPES: list[tuple[list[int], int, int, int | None]] = [
-    ([1], 1, 1, None),
+SHAPES: list[tuple[list[int], int, int, int]] = [
+    ([1], 1, 1, 1024),
     ([64], 2, 1, 64),
     ([700], 4, 2, 192),
     ([300, 70, 520, 3], 4, 1, 256),
-    ([1000], 3, 3, None),
+    ([1000], 3, 3, 1024),
 ]
 
 
@@ -67,7 +67,7 @@ def _wanted(q: Tensor, k: Tensor, segment: Segment, selector: EveryQuerySelector
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "segment_tokens"), SHAPES, ids=str)
 def test_columns_are_what_some_query_of_the_segment_wants(
-    lengths: list[int], heads: int, kv_heads: int, segment_tokens: int | None
+    lengths: list[int], heads: int, kv_heads: int, segment_tokens: int
 ) -> None:
     group = heads // kv_heads
     for window, per_pattern in ((1, group), (3, 1)):
@@ -149,7 +149,7 @@ def test_bits_are_unpacked_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "segment_tokens"), SHAPES, ids=str)
-def test_the_triton_kernel_marks_the_same(lengths: list[int], heads: int, kv_heads: int, segment_tokens: int | None) -> None:
+def test_the_triton_kernel_marks_the_same(lengths: list[int], heads: int, kv_heads: int, segment_tokens: int) -> None:
     pytest.importorskip("triton")
     group = heads // kv_heads
     for window, per_pattern, size in ((1, group, 16), (3, 1, 24)):

@@ -86,6 +86,10 @@ CONFIGURATIONS = [
         "probes beside the default",
         lambda _: section(probe_tokens=32), "sparse_ring.probe_tokens", "has no effect", "leave it out",
     ),
+    Wrong(
+        "one segment where every query chooses",
+        lambda _: section(segment_tokens=None), "sparse_ring.segment_tokens", "keeps each key", "leave it out (512)",
+    ),
     Wrong("segments of no whole blocks", lambda _: section(segment_tokens=100), "segment_tokens", "= 100", "use 64 or 128"),
     Wrong(
         "chunks of no token",
