@@ -178,7 +178,8 @@ class SparseRingConfig(Strict):
     C++; "torch" is the reference."""
 
     spare_multiprocessors: int = Field(default=0, ge=0)
-    """Multiprocessors that the "cuda" kernels leave to transfers: a launch holds all others until it ends."""
+    """Multiprocessors that the "cuda" attention kernels leave to transfers: a launch holds all others until it ends. The scores
+    of "every_query" take all: they come before a layer's transfers."""
 
     selector: Selector = Field(default_factory=EveryQuerySelector)
     """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""

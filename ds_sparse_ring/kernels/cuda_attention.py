@@ -32,7 +32,8 @@ class CudaKernel(TritonKernel):
         """Load the op, compiling it if that has not been done yet (about a minute).
 
         Args:
-            spare_multiprocessors: are left to kernels that run beside attention, which occupies all others until it ends.
+            spare_multiprocessors: are left to kernels that run beside attention, which occupies all others until it ends; not by
+                `mark_wanted`, a block a tile, beside which no hop is under way.
 
         Raises:
             RuntimeError: it cannot be compiled here.
