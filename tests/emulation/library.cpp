@@ -15,10 +15,10 @@ template <Element kElement, int kHeadSize, Output kOutput>
 void body() {
   const Ring<kHeadSize> ring(block.shared);
   const int warpgroup = block.thread / 128;
-  if (warpgroup == 0)
+  if (warpgroup == kHalves)
     Producer<kHeadSize>(*arguments, ring).run();
   else
-    Consumer<kElement, kHeadSize>(arguments->problem, ring, warpgroup - 1).template run<kOutput>();
+    Consumer<kElement, kHeadSize>(arguments->problem, ring, warpgroup).template run<kOutput>();
   block.fibers[block.thread].done = true;
   for (;;) emulation::yield();
 }
@@ -31,7 +31,7 @@ void launch() {
   Ring<kHeadSize>(block.shared).init();
   void (*const bodies[])() = {body<kElement, kHeadSize, kWriteElement>, body<kElement, kHeadSize, kWriteFloat>,
                               body<kElement, kHeadSize, kMergeFloat>};
-  emulation::run(384, bodies[arguments->problem.output], [](int thread) { return thread < 32 || thread >= 128; }, land_copies);
+  emulation::run(384, bodies[arguments->problem.output], [](int thread) { return thread < kHalves * 128 + 32; }, land_copies);
 }
 
 const BackwardArguments* backward_arguments;

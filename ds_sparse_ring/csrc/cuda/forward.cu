@@ -27,11 +27,10 @@ cudaError_t launch_forward(const ForwardProblem& p, int multiprocessors, cudaStr
   if (!encoded) return cudaErrorInvalidValue;
   const cudaError_t error = cudaMemsetAsync(p.next_tile, 0, sizeof(int32_t), stream);
   if (error != cudaSuccess) return error;
-  const int tiles = TileScheduler(p).tiles, blocks = tiles < multiprocessors ? tiles : multiprocessors;
-  if (p.element == kBfloat16 && p.head_size == 128) return launch_forward<kBfloat16, 128>(a, blocks, stream);
-  if (p.element == kBfloat16 && p.head_size == 64) return launch_forward<kBfloat16, 64>(a, blocks, stream);
-  if (p.element == kFloat16 && p.head_size == 128) return launch_forward<kFloat16, 128>(a, blocks, stream);
-  if (p.element == kFloat16 && p.head_size == 64) return launch_forward<kFloat16, 64>(a, blocks, stream);
+  if (p.element == kBfloat16 && p.head_size == 128) return launch_forward<kBfloat16, 128>(a, multiprocessors, stream);
+  if (p.element == kBfloat16 && p.head_size == 64) return launch_forward<kBfloat16, 64>(a, multiprocessors, stream);
+  if (p.element == kFloat16 && p.head_size == 128) return launch_forward<kFloat16, 128>(a, multiprocessors, stream);
+  if (p.element == kFloat16 && p.head_size == 64) return launch_forward<kFloat16, 64>(a, multiprocessors, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -12,6 +12,6 @@ cudaError_t launch_forward(const ForwardProblem& problem, int multiprocessors, c
 
 // The kernel of one element type and head size: forward_<type>_<size>.cu.
 template <Element kElement, int kHeadSize>
-cudaError_t launch_forward(const ForwardArguments& a, int blocks, cudaStream_t stream);
+cudaError_t launch_forward(const ForwardArguments& a, int multiprocessors, cudaStream_t stream);
 
 }  // namespace ds_sparse_ring

@@ -8,21 +8,34 @@
 #include "ring.cuh"
 #include "softmax.cuh"
 #include "tile_scheduler.cuh"
+#include "wgmma_shared.cuh"
 
 namespace ds_sparse_ring {
 
 enum Found { kKeys, kTileEnds, kFull };
 
+// A half's queries, as the first operand of q k^T.
+template <int kHeadSize>
+struct Queries {
+  uint32_t steps[kHeadSize / 16][4];
+};
+
+template <>
+struct Queries<64> {
+  uint32_t tile;  // where they stand in shared memory
+};
+
 template <Element kElement, int kHeadSize>
 struct Consumer {
   using Stages = Ring<kHeadSize>;
-  static constexpr int kSteps = kHeadSize / 16, kSums = kHeadSize / 2;  // of the scores' product; a thread's sums of o
+  static constexpr int kSums = kHeadSize / 2;  // of o, a thread's
   static constexpr uint32_t kNoStage = Stages::stage_count;
 
   const ForwardProblem& p;
   const Stages& ring;
   const int half;
-  Place<Stages::stage_count> place;  // the next stage; once `flags` are read, the current one
+  Place<Stages::stage_count> place;     // the next stage; once `flags` are read, the current one
+  Place<Stages::query_buffers> buffer;  // of this tile's queries
   uint32_t flags;
 
   __device__ __forceinline__ Consumer(const ForwardProblem& problem, const Stages& r, int h)
@@ -55,6 +68,28 @@ struct Consumer {
     return flags & kBoundary ? kTileEnds : kKeys;
   }
 
+  // from the current stage, which is given back, or from their buffer, until `end_tile`
+  __device__ __forceinline__ void take_queries(Queries<kHeadSize>& q) const {
+    if constexpr (Stages::query_buffers > 0) {
+      release(place.stage);
+      q.tile = ring.queries + buffer.stage * Stages::stage_bytes + half * Stages::tile_bytes;
+      barrier_wait(ring.queries_full + 8 * buffer.stage, buffer.phase, buffer.stage | 0x300);
+    } else {
+      load_queries(q.steps);
+      fence_async();
+      release(place.stage);
+    }
+  }
+
+  __device__ __forceinline__ void end_tile() {
+    if constexpr (Stages::query_buffers > 0) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.queries_empty + 8 * buffer.stage);
+      buffer.advance();
+    }
+  }
+
+  template <int kSteps>
   __device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     const uint32_t at = stage_address(place.stage) + half * Stages::tile_bytes + row * 128;
@@ -74,15 +109,21 @@ struct Consumer {
     }
   }
 
-  // raw scores of the current stage and their softmax, with nothing else on the matrix units
-  __device__ __forceinline__ void first_scores(const uint32_t (&q)[kSteps][4], float (&s)[32], Softmax& softmax) const {
+  __device__ __forceinline__ void scores(const Queries<kHeadSize>& q, float (&s)[32]) const {
+    if constexpr (Stages::query_buffers > 0)
+      product_over_dims<kElement, kHeadSize>(s, q.tile, stage_address(place.stage));
+    else
+      score_product<kElement>(s, q.steps, stage_address(place.stage));
+  }
+
+  // raw scores of the current stage, with nothing else on the matrix units
+  __device__ __forceinline__ void first_scores(const Queries<kHeadSize>& q, float (&s)[32]) const {
     products_begin();
-    score_product<kElement>(s, q, stage_address(place.stage));
+    scores(q, s);
     products_commit();
     products_wait<0>();
     pin(s);
     mask(s);
-    softmax.step(s, p.scale_log2);
   }
 
   // the last weights times their values, with nothing behind
@@ -97,14 +138,39 @@ struct Consumer {
   }
 
   // all stages of a tile; ends with the boundary that follows it as the current stage
-  __device__ __forceinline__ void attend(const uint32_t (&q)[kSteps][4], float (&o)[kSums], Softmax& softmax) {
-    float s[32];
-    uint32_t weights[4][4];
+  __device__ __forceinline__ void attend(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
     softmax.begin();
+    if constexpr (Stages::blocks > 1)
+      attend_in_turn(q, o, softmax);
+    else
+      attend_overlapped(q, o, softmax);
+  }
+
+  // one product after the other: the three other warpgroups of a multiprocessor fill the time
+  __device__ __forceinline__ void attend_in_turn(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
+    float s[32];
+    uint32_t weights[4][4];
     while (next(kNoStage) == kKeys) {
-      first_scores(q, s, softmax);
+      first_scores(q, s);
+      softmax.grow(s, p.scale_log2);
+      softmax.rescale_output(o);
+      softmax.weigh(s, p.scale_log2);
+      weights_to_operand<kElement>(s, weights);
+      last_values(o, weights, place.stage);
+      place.advance();
+    }
+  }
+
+  // the values of a block beside the scores of the next one and their softmax
+  __device__ __forceinline__ void attend_overlapped(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
+    float s[32];
+    uint32_t weights[4][4];
+    while (next(kNoStage) == kKeys) {
+      first_scores(q, s);
+      softmax.grow(s, p.scale_log2);
+      softmax.weigh(s, p.scale_log2);
       softmax.rescale_output(o);
       weights_to_operand<kElement>(s, weights);
       uint32_t before = place.stage;
@@ -113,14 +179,15 @@ struct Consumer {
       while ((found = next(before)) == kKeys) {
         pin(s), pin(o), pin(weights);
         products_begin();
-        score_product<kElement>(s, q, stage_address(place.stage));
+        scores(q, s);
         products_commit();
         value_product<kElement>(o, weights, stage_address(before) + Stages::tile_bytes);
         products_commit();
         products_wait<1>();
         pin(s);
         mask(s);
-        softmax.step(s, p.scale_log2);
+        softmax.grow(s, p.scale_log2);
+        softmax.weigh(s, p.scale_log2);
         products_wait<0>();
         pin(o), pin(s);
         release(before);
@@ -140,15 +207,14 @@ struct Consumer {
     wait();
     while (!(flags & kEnd)) {
       const Half mine = scheduler.half_of(ring.notes[place.stage].tile, half);
-      uint32_t q[kSteps][4];
-      load_queries(q);
-      fence_async();
-      release(place.stage);
+      Queries<kHeadSize> q;
+      take_queries(q);
       place.advance();
 
       float o[kSums];
       Softmax softmax;
       attend(q, o, softmax);
+      end_tile();
       if (mine.valid) write_half<kElement, kOutput>(p, mine, o, softmax);
     }
   }

@@ -15,6 +15,7 @@ struct Producer {
   const ForwardArguments& a;
   const Stages& ring;
   Place<Stages::stage_count> place;
+  Place<Stages::query_buffers> buffer;  // for the next tile's queries
   bool leader;  // one lane writes notes and starts copies
 
   __device__ __forceinline__ Producer(const ForwardArguments& arguments, const Stages& r)
@@ -28,9 +29,17 @@ struct Producer {
 
   __device__ __forceinline__ uint32_t barrier() const { return ring.full + 8 * place.stage; }
 
-  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, int row, int head) const {
+  __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, uint32_t arrival, int row, int head) const {
 #pragma unroll
-    for (int box = 0; box < kHeadSize / 64; ++box) copy_box(into + box * kBoxBytes, map, barrier(), 64 * box, row, head);
+    for (int box = 0; box < kHeadSize / 64; ++box) copy_box(into + box * kBoxBytes, map, arrival, 64 * box, row, head);
+  }
+
+  __device__ __forceinline__ void copy_queries(uint32_t into, uint32_t arrival, const Tile& tile) const {
+    if (!leader) return;
+    barrier_arrive_expect(arrival, Stages::stage_bytes);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)  // what lies behind the last query reads as 0
+      copy_tile(into + h * Stages::tile_bytes, &a.q, arrival, tile.half[h].block * kBlock, tile.half[h].head);
   }
 
   __device__ __forceinline__ void push_queries(int number, const Tile& tile) {
@@ -38,10 +47,14 @@ struct Producer {
     if (leader) {
       ring.notes[place.stage].flags = kQueries;
       ring.notes[place.stage].tile = number;
-      barrier_arrive_expect(barrier(), Stages::stage_bytes);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h)  // what lies behind the last query reads as 0
-        copy_tile(stage + h * Stages::tile_bytes, &a.q, tile.half[h].block * kBlock, tile.half[h].head);
+    }
+    if constexpr (Stages::query_buffers == 0) {
+      copy_queries(stage, barrier(), tile);
+    } else {
+      if (leader) barrier_arrive(barrier());  // at once: the note ends the tile before, which may hold the buffer
+      barrier_wait(ring.queries_empty + 8 * buffer.stage, buffer.phase ^ 1, buffer.stage | 0x200);
+      copy_queries(ring.queries + buffer.stage * Stages::stage_bytes, ring.queries_full + 8 * buffer.stage, tile);
+      buffer.advance();
     }
     place.advance();
   }
@@ -66,8 +79,8 @@ struct Producer {
         for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
       }
       barrier_arrive_expect(barrier(), Stages::stage_bytes);
-      copy_tile(stage, k, row, head);
-      copy_tile(stage + Stages::tile_bytes, v, row, head);
+      copy_tile(stage, k, barrier(), row, head);
+      copy_tile(stage + Stages::tile_bytes, v, barrier(), row, head);
     }
     place.advance();
   }

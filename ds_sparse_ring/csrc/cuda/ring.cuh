@@ -3,6 +3,9 @@
 // A stage holds 128 rows (32 KiB at 128 dims) with a note on what they are. A tile is a run of stages: first its queries (both
 // halves), then one stage for each 64 keys that either half reads (keys, then values). The next tile's queries end it. So the
 // copies of a tile begin while the one before is computed, and its length is known to nobody in advance.
+//
+// At 128 dims the queries go from their stage to registers. At 64 two blocks share a multiprocessor, and the registers do not
+// hold queries, too: they stay in one of two buffers beside the ring, and their stage is but a note.
 #pragma once
 
 #include "ptx.cuh"
@@ -11,7 +14,8 @@
 namespace ds_sparse_ring {
 
 constexpr int kConsumerWarps = 8;
-constexpr uint32_t kMostSharedBytes = 227 * 1024;  // of a block
+constexpr uint32_t kSharedBytes = 228 * 1024, kReservedBytes = 1024;  // of a multiprocessor, and for each block of it
+constexpr uint32_t kMostSharedBytes = kSharedBytes - kReservedBytes;     // of a block
 constexpr uint32_t kAlignment = 1024;              // of a swizzled box
 
 enum NoteFlag : uint32_t {
@@ -32,24 +36,37 @@ struct alignas(32) Note {
 template <int kHeadSize>
 struct Ring {
   static constexpr uint32_t tile_bytes = kHeadSize / 64 * kBoxBytes, stage_bytes = 2 * tile_bytes;
-  static constexpr uint32_t stage_count = (kMostSharedBytes - kAlignment) / (stage_bytes + sizeof(Note) + 16);
+  static constexpr uint32_t blocks = kHeadSize == 64 ? 2 : 1;         // of a multiprocessor
+  static constexpr uint32_t query_buffers = kHeadSize == 64 ? 2 : 0;  // of a stage's size, each with two barriers
+  static constexpr uint32_t stage_count = (kSharedBytes / blocks - kReservedBytes - query_buffers * (stage_bytes + 16)) /
+                                          (stage_bytes + static_cast<uint32_t>(sizeof(Note)) + 16);
 
   uint32_t stages, full, empty;  // addresses in shared memory
+  uint32_t queries, queries_full, queries_empty;
   Note* notes;
 
   // shared memory that holds it: aligned to 1024 bytes
-  static constexpr uint32_t bytes = stage_count * (stage_bytes + sizeof(Note) + 16);
+  static constexpr uint32_t bytes = query_buffers * (stage_bytes + 16) + stage_count * (stage_bytes + sizeof(Note) + 16);
 
   __device__ __forceinline__ explicit Ring(uint8_t* memory)
-      : stages(shared_address(memory)),
+      : stages(shared_address(memory) + query_buffers * stage_bytes),
         full(stages + stage_count * (stage_bytes + static_cast<uint32_t>(sizeof(Note)))),
         empty(full + stage_count * 8),
-        notes(reinterpret_cast<Note*>(memory + stage_count * stage_bytes)) {}
+        queries(shared_address(memory)),
+        queries_full(empty + stage_count * 8),
+        queries_empty(queries_full + query_buffers * 8),
+        notes(reinterpret_cast<Note*>(memory + (query_buffers + stage_count) * stage_bytes)) {}
 
   __device__ __forceinline__ void init() const {
     for (uint32_t i = 0; i < stage_count; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kConsumerWarps);
+    }
+    if constexpr (query_buffers > 0) {
+      for (uint32_t i = 0; i < query_buffers; ++i) {
+        barrier_init(queries_full + 8 * i, 1);
+        barrier_init(queries_empty + 8 * i, kConsumerWarps);
+      }
     }
     barriers_visible_to_copies();
   }

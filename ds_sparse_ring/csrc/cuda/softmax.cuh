@@ -63,8 +63,8 @@ struct Softmax {
     total[0] = total[1] = 0.0f;
   }
 
-  // scores -> weights, in place
-  __device__ __forceinline__ void step(float (&s)[32], float scale) {
+  // moves the reference maximum if these scores are far above it
+  __device__ __forceinline__ void grow(const float (&s)[32], float scale) {
     float most[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
 #pragma unroll
     for (int j = 1; j < 8; ++j)
@@ -81,6 +81,10 @@ struct Softmax {
         largest[r] = seen;
       }
     }
+  }
+
+  // scores -> weights, in place
+  __device__ __forceinline__ void weigh(float (&s)[32], float scale) {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll

@@ -12,8 +12,9 @@ namespace ds_sparse_ring {
 template <Element kElement, int kDims>
 __device__ __forceinline__ void product_over_dims(float (&d)[32], uint32_t a_tile, uint32_t b_tile) {
   const uint64_t a = key_descriptor(a_tile), b = key_descriptor(b_tile);
+  first_product_shared<kElement, false>(d, a, b);
 #pragma unroll
-  for (int step = 0; step < kDims / 16; ++step) product_shared<kElement, false>(d, a + key_step(step), b + key_step(step), step > 0);
+  for (int step = 1; step < kDims / 16; ++step) product_shared<kElement, false>(d, a + key_step(step), b + key_step(step), true);
 }
 
 // d [64, 64] (+)= a^T b over 64 keys: both boxes [64 keys, 64]
