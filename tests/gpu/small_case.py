@@ -27,13 +27,13 @@ def main() -> None:
     """Attention by every kind of index, merging and overwriting; selection by every selector."""
     sequence = make_sequence([333, 65])
     backends = [name for name in GPU_BACKENDS if name != "cuda" or CUDAAttentionBuilder().is_available()]
-    q, k, v = (x.to("cuda", torch.bfloat16) for x in global_qkv(sequence, 4, 2, 128))
-    for kind in ("vertical-slash", "block-lists", "full"):
+    for head_size, kind in product((128, 64), ("vertical-slash", "block-lists", "full")):
+        q, k, v = (x.to("cuda", torch.bfloat16) for x in global_qkv(sequence, 4, 2, head_size))
         index = on_device(make_index(kind, sequence, 4, 1), q.device)
         for backend, overwrite in product(backends, (False, True)):
             run(get_kernel(backend), q, k, v, make_gradient(q), index, 0.1, overwrite=overwrite)
             torch.cuda.synchronize()
-            print("attention", backend, kind, "overwriting" if overwrite else "merging", flush=True)
+            print("attention", backend, head_size, "dims", kind, "overwriting" if overwrite else "merging", flush=True)
     for selector in SELECTORS:
         ring = SparseRing(SparseRingConfig(selector=selector, segment_tokens=128))
         batch = ring.sequence_batch({"input_ids": torch.zeros(1, 700, dtype=torch.int64)})
