@@ -7,8 +7,6 @@ and, joined per package, gives documents as long as source repositories do. Any 
 from __future__ import annotations
 
 import glob
-import importlib.util
-import json
 import os
 import sys
 import sysconfig
@@ -35,6 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.train.mds import open_shards, read_index
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -43,6 +42,7 @@ IGNORED = -100
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _RECORDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_KNOWN = (*_TEXT_SUFFIXES, *_RECORDS)
 _LEAVES = {
     "text": {"string", "large_string", "string_view", "null"},
     "input_ids": {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"null"},
@@ -80,17 +80,17 @@ def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> A
     """Documents as a dataset of ``datasets``, with a column ``text`` or, tokenized already, ``input_ids``.
 
     A text file is one document. A record of JSON lines, JSON or Parquet is one, as is a row of a folder that
-    ``Dataset.save_to_disk`` has written. A folder of MDS shards (ProLong's data) holds tokens, with ``indices`` where
-    documents begin and end, and is read by the package mosaicml-streaming.
+    ``Dataset.save_to_disk`` has written. A folder of MDS shards (ProLong's data) holds text, or tokens with ``indices`` where
+    documents begin and end.
 
     Args:
-        paths: files, folders (their files with a known suffix, at any depth) or glob patterns, read in this order (files
-            of a folder or pattern sorted by name); none at all stands for :func:`standard_library_documents`.
+        paths: files, folders (in them files with a known suffix and folders of these kinds, at any depth) or glob patterns, read
+            in this order (those of a folder or pattern sorted by name); none stands for :func:`standard_library_documents`.
         streaming: give an ``IterableDataset``, which reads files while they are used.
 
     Raises:
         SparseRingError: a path that matches no file, records without these columns, sources that do not go together,
-            MDS shards without the package that reads them, a file that cannot be read (of a stream: when its turn comes).
+            MDS shards that are not whole, a file that cannot be read (of a stream: when its turn comes).
     """
     if not paths:
         return _generated(_library_rows, {"python": sys.version}, streaming)
@@ -98,12 +98,14 @@ def load_documents(paths: Sequence[str | Path], *, streaming: bool = False) -> A
     files = [found for path in paths for found in _sources(str(path))]
     for kind, group in groupby(files, key=_kind):
         if kind == "mds":
-            parts += [_generated(_mds_rows, {"folder": folder, "index": _mds_index(folder)}, streaming) for folder in group]
+            parts += [part for folder in group for part in _mds(folder, streaming)]
         elif kind == "disk":
             parts += [_saved(folder, streaming) for folder in group]
         else:
             options = {"sample_by": "document"} if kind == "text" else {}
             parts.append(_read_files(kind, list(group), streaming, options))
+    if not parts:
+        raise SparseRingError(f"text: {list(map(str, paths))} hold MDS shards without a sample: give others")
     columns = [_used_column(part) for part in parts]
     if len(set(columns)) > 1:
         raise SparseRingError(f"text: {list(map(str, paths))} mix text and tokens; give them in runs of their own")
@@ -182,8 +184,14 @@ def _column_names(part: Any) -> list[str]:
 
 
 def _generated(generator: Any, arguments: dict[str, Any], streaming: bool) -> Any:
-    kind = IterableDataset if streaming else Dataset
-    return kind.from_generator(generator, gen_kwargs=arguments)
+    if streaming:
+        return IterableDataset.from_generator(generator, gen_kwargs=arguments)
+    try:
+        return Dataset.from_generator(generator, gen_kwargs=arguments)
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, SparseRingError):
+            raise error.__cause__ from None
+        raise
 
 
 def _saved(folder: str, streaming: bool) -> Any:
@@ -203,64 +211,72 @@ def _library_rows(python: str) -> Iterator[dict[str, str]]:
         yield {"text": text}
 
 
-def _mds_index(folder: str) -> str:
-    return (Path(folder) / "index.json").read_text(encoding="utf-8")
+def _mds(folder: str, streaming: bool) -> list[Any]:
+    """One dataset, or none if there is no sample."""
+    index = read_index(folder)
+    assert index is not None, "its kind says so"
+    shards = open_shards(folder, index)
+    for shard in shards:
+        if not {"input_ids", "text"} & set(shard.names):
+            raise SparseRingError(f"text: {shard.path} has the columns {shard.names}; 'text' or 'input_ids' is needed")
+    return (
+        [_generated(_mds_rows, {"folder": folder, "index": index}, streaming)] if any(shard.samples for shard in shards) else []
+    )
 
 
 def _mds_rows(folder: str, index: str) -> Iterator[dict[str, Any]]:
     # the index is an argument so that other shards in the same folder are not taken from a cache
-    from streaming import LocalDataset
+    for shard in open_shards(folder, index):
+        wanted = ("input_ids", "indices") if "input_ids" in shard.names else ("text",)
+        for row in shard.rows(wanted):
+            yield from _documents_of(shard.path, row) if "input_ids" in row else [row]
 
-    dataset = LocalDataset(local=folder)
-    for i in range(len(dataset)):
-        row = dataset[i]
-        if "input_ids" not in row:
-            if "text" not in row:
-                raise SparseRingError(f"text: shards in {folder} have the columns {sorted(row)}; 'text' or 'input_ids' is needed")
-            yield {"text": row["text"]}
-            continue
-        tokens = np.asarray(row["input_ids"]).astype(np.int32)
-        for begin, end in row.get("indices", [(0, len(tokens))]):
-            yield {"input_ids": tokens[begin:end]}
+
+def _documents_of(path: Path, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The documents of a sample of tokens, which ``indices`` has begin and end of."""
+    tokens = np.ravel(row["input_ids"])
+    bounds = np.asarray(row.get("indices", [(0, len(tokens))]))
+    if tokens.dtype.kind not in "iu" or (tokens.size and (tokens.min() < 0 or int(tokens.max()) > np.iinfo(np.int32).max)):
+        raise SparseRingError(
+            f"text: 'input_ids' in {path} are no tokens but {tokens.dtype}: whole numbers below 2**31 are needed"
+        )
+    if bounds.size and (bounds.ndim != 2 or bounds.shape[1] != 2 or bounds.min() < 0 or bounds.max() > len(tokens)):
+        raise SparseRingError(f"text: 'indices' in {path} are no begins and ends within {len(tokens)} tokens: write them anew")
+    for begin, end in bounds.tolist():
+        yield {"input_ids": tokens[begin:end].astype(np.int32)}
 
 
 def _kind(path: str) -> str:
     if os.path.isdir(path):
-        return "mds" if _is_mds(path) else "disk"
+        return "mds" if read_index(path) is not None else "disk"
     return _RECORDS.get(Path(path).suffix, "text")
 
 
-def _is_mds(folder: str) -> bool:
-    index = Path(folder) / "index.json"
-    if not index.is_file():
-        return False
-    try:
-        found = json.loads(_mds_index(folder))
-    except ValueError:
-        return False
-    shards = found.get("shards") if isinstance(found, dict) else None
-    if not isinstance(shards, list) or not shards or any(dict(shard).get("format") != "mds" for shard in shards):
-        return False
-    if importlib.util.find_spec("streaming") is None:
-        raise SparseRingError(
-            f"text: {folder} holds MDS shards, which the package mosaicml-streaming reads, and it is not installed. It asks for "
-            "an older Transformers than this package does: install it without (pip install --no-deps mosaicml-streaming, and "
-            "what else it imports), or convert the shards to Parquet in an environment of its own"
-        )
-    return True
+def _is_one(folder: Path) -> bool:
+    """Whether a folder is read as a whole."""
+    return read_index(folder) is not None or any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _below(folder: Path) -> Iterator[str]:
+    """What is read of a folder, sorted: files with a known suffix, and folders that are read as a whole, at any depth."""
+    if _is_one(folder):
+        yield str(folder)
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and (not path.is_symlink() or _is_one(path)):  # other links may lead in circles
+            yield from _below(path)
+        elif path.suffix in _KNOWN:
+            yield str(path)
 
 
 def _sources(pattern: str) -> list[str]:
     """The files, or the folders that are read as a whole, that a path stands for."""
-    known = (*_TEXT_SUFFIXES, *_RECORDS)
     if Path(pattern).is_dir():
-        if _is_mds(pattern) or any((Path(pattern) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return [pattern]
-        found = [str(file) for file in sorted(Path(pattern).rglob("*")) if file.suffix in known]
+        found = list(_below(Path(pattern)))
     else:
         found = sorted(file for file in glob.glob(pattern, recursive=True) if Path(file).is_file())
     if not found:
-        raise SparseRingError(f"text: {pattern!r} matches no file; give a file, a pattern or a folder of {', '.join(known)}")
+        raise SparseRingError(f"text: {pattern!r} matches no file; give a file, a pattern or a folder of {', '.join(_KNOWN)}")
     return found
 
 

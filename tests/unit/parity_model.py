@@ -65,6 +65,7 @@ MODELS = tuple(_MODELS)
 SELECTORS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full"},
     "price": {"kind": "price", "price": 6e-3},
+    "every_query": {"kind": "every_query", "price": 0.3, "window_blocks": 1},
 }
 
 
@@ -76,7 +77,8 @@ def tiny_model(kind: str = "llama") -> PreTrainedModel:
 
 def section(selector: str = "full", **values: Any) -> dict[str, Any]:
     """A ``"sparse_ring"`` section with segments short enough for tests."""
-    return {"selector": SELECTORS[selector], "segment_tokens": 128, "local_blocks": 1, **values}
+    window = {} if "window_blocks" in SELECTORS[selector] else {"local_blocks": 1}
+    return {"selector": SELECTORS[selector], "segment_tokens": 128, **window, **values}
 
 
 @dataclass(frozen=True)

@@ -228,28 +228,6 @@ def test_tokenized_records_and_saved_datasets_are_documents(tmp_path: Path, toke
         load_documents([tmp_path / "a.txt", tmp_path / "saved"])
 
 
-def mds_folder(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "index.json").write_text('{"version": 2, "shards": [{"format": "mds"}]}')
-    return folder
-
-
-def test_mds_shards_are_cut_at_their_indices(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.arange(10, dtype=np.uint32)
-    rows = [{"input_ids": tokens, "indices": np.array([[0, 4], [4, 10]])}, {"input_ids": tokens[:3], "domain": "x"}]
-    module = type("streaming", (), {"LocalDataset": staticmethod(lambda local: rows)})
-    monkeypatch.setitem(__import__("sys").modules, "streaming", module)
-    monkeypatch.setattr(data_module.importlib.util, "find_spec", lambda name: object())
-    found = tokenize(load_documents([mds_folder(tmp_path / "mds")], streaming=True), tokenizer)
-    assert [row["input_ids"] for row in as_lists(found)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [0, 1, 2]]
-
-
-def test_mds_shards_without_their_reader_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SparseRingError, match="pip install --no-deps mosaicml-streaming"):
-        load_documents([mds_folder(tmp_path / "mds")])
-
-
 def test_prepared_data_is_what_the_text_gives(tmp_path: Path, tokenizer) -> None:
     (tmp_path / "text").mkdir()
     letters(tmp_path / "text", 20, 90)

@@ -146,7 +146,8 @@ class TestGradientsEqualOneProcess(DistributedTest):
 
     @pytest.mark.parametrize("zero", ZERO)
     def test_sparse_index(self, zero: str) -> None:
-        self.check(zero, "price", accumulation=1, checkpointing=not zero.startswith("zero3"))
+        selector = "every_query" if zero in ("zero1", "zero3_reduce_scatter") else "price"
+        self.check(zero, selector, accumulation=1, checkpointing=not zero.startswith("zero3"))
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("zero", ZERO)
@@ -167,12 +168,18 @@ class TestGradientsEqualOneProcess(DistributedTest):
 class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("zero", ["zero2_reduce_scatter", "zero3_reduce_scatter"])
+    @pytest.mark.parametrize(("zero", "selector"), [("zero2_reduce_scatter", "price"), ("zero3_reduce_scatter", "every_query")])
     @pytest.mark.parametrize(
-        "plan", [{"ulysses_degree": 2}, {"ulysses_degree": 4}, {"inner_degree": 2}, {"inner_degree": 2, "inner": "gather"}]
+        "plan",
+        [
+            {"ulysses_degree": 2},
+            {"ulysses_degree": 4, "heads_per_pattern": 1},  # of a KV head's two a rank has one
+            {"inner_degree": 2},
+            {"inner_degree": 2, "inner": "gather"},
+        ],
     )
-    def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str) -> None:
-        check_against_one_process(Run(ZERO[zero], "price", checkpointing=True, rows=[PADDED], **plan))
+    def test_sparse_index_with_checkpointing(self, plan: dict[str, Any], zero: str, selector: str) -> None:
+        check_against_one_process(Run(ZERO[zero], selector, checkpointing=True, rows=[PADDED], **plan))
 
     @pytest.mark.parametrize("zero", ["zero2_reduce_scatter", "zero3_reduce_scatter"])
     def test_keys_and_values_in_host_memory_with_accumulation(self, zero: str) -> None:
@@ -180,7 +187,8 @@ class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
         plan: dict[str, Any] = {"degree": 2} if zero.startswith("zero2") else {"ulysses_degree": 2}
         accumulation = 2 if zero.startswith("zero2") else 1
         rows = None if zero.startswith("zero2") else [PADDED]
-        run = Run(ZERO[zero], "price", checkpointing=True, accumulation=accumulation, rows=rows, offload=offload, **plan)
+        selector = "price" if zero.startswith("zero2") else "every_query"
+        run = Run(ZERO[zero], selector, checkpointing=True, accumulation=accumulation, rows=rows, offload=offload, **plan)
         check_against_one_process(run)
         assert run.ring.spill is not None and run.ring.spill.store is not None
 
@@ -216,7 +224,7 @@ class TestWhatElseMustNotChangeGradients(DistributedTest):
         check_against_one_process(Run(ZERO[zero], "full", clip=0.05, rows=[PACKED]), clip=0.05)
 
     def test_checkpointing_that_keeps_only_the_index(self) -> None:
-        run = Run(ZERO["zero3_reduce_scatter"], "price", checkpointing=True, rows=[PADDED], checkpoint="index")
+        run = Run(ZERO["zero3_reduce_scatter"], "every_query", checkpointing=True, rows=[PADDED], checkpoint="index")
         check_against_one_process(run)
 
     def test_heads_that_share_a_pattern(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from typer.testing import CliRunner
@@ -81,3 +82,15 @@ class TestYarn:
     def test_nothing_to_stretch_is_refused(self) -> None:
         with pytest.raises(SparseRingError, match="cannot stretch 4096 tokens to 4096"):
             set_yarn(Qwen2Config(), original_tokens=4096, tokens=4096)
+
+    def test_a_model_without_rotary_positions_is_refused(self) -> None:
+        with pytest.raises(SparseRingError, match="GPT2Config has no rope_parameters .*leave --yarn_from out"):
+            set_yarn(GPT2Config(), original_tokens=1024, tokens=4096)
+
+    def test_a_model_whose_config_json_loses_a_key_is_refused(self) -> None:
+        class Forgetful(Qwen2Config):
+            def to_dict(self) -> dict[str, Any]:
+                return {key: value for key, value in super().to_dict().items() if key != "max_position_embeddings"}
+
+        with pytest.raises(SparseRingError, match=r"Forgetful keeps .*and 32768 of .*and 65536: leave --yarn_from out"):
+            set_yarn(Forgetful(), original_tokens=32768, tokens=65536)

@@ -32,6 +32,7 @@ SELECTORS = [
     {"kind": "fixed", "columns": 20, "slashes": 3},
     {"kind": "full"},
 ]
+EVERY_QUERY = {"kind": "every_query", "price": 0.1, "window_blocks": 1}
 
 
 def _shard(x: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -73,7 +74,9 @@ class TestRingParity(DistributedTest):
 
     @pytest.mark.world_size([1, 2, 3, 4])
     def test_output_and_gradients_equal_dense_masked_attention(self) -> None:
-        for layout, selectors in (("striped", SELECTORS), ("contiguous", SELECTORS[3:]), ("zigzag", SELECTORS[3:])):
+        for layout, selectors in (
+            ("striped", [*SELECTORS, EVERY_QUERY]), ("contiguous", SELECTORS[3:]), ("zigzag", SELECTORS[3:])
+        ):  # fmt: skip
             for selector in selectors:  # the other layouts with sparse ones: below, with every plan
                 _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
 
@@ -102,7 +105,7 @@ class TestRingParity(DistributedTest):
             _check_against_dense(lengths, 2, 1)
 
     def test_every_rank_holds_the_same_index_bit_for_bit(self) -> None:
-        for selector in SELECTORS[:3]:
+        for selector in (*SELECTORS[:3], EVERY_QUERY):
             _, sequence, context = bound([900], segment_tokens=256, selector=selector)
             q, k, _ = global_qkv(sequence, 4, 2, 16, dtype=torch.float32)
             index = select_index(_shard(q, sequence)[0], _shard(k, sequence)[0], context, scale=0.25)
@@ -254,8 +257,13 @@ class TestRing(DistributedTest):
 class TestCheckpointing(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("keep", ["output", "index"])
-    def test_replay_gives_the_same_bits_and_selects_once(self, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("keep", "selector"),
+        [("output", {"kind": "price", "price": 1e-3}), ("index", {"kind": "price", "price": 1e-3}), ("index", EVERY_QUERY)],
+    )
+    def test_replay_gives_the_same_bits_and_selects_once(
+        self, keep: str, selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         calls = {"select_index": 0, "ring_forward": 0, "column_gather": 0, "column_shares": 0}
         for name in calls:
             owner = Axes if name.startswith("column") else attention
@@ -270,7 +278,7 @@ class TestCheckpointing(DistributedTest):
 
         from ds_sparse_ring.slots import checkpoint_context_fn
 
-        _, sequence, context = bound([700], segment_tokens=256, checkpoint=keep, selector={"kind": "price", "price": 1e-3})
+        _, sequence, context = bound([700], segment_tokens=256, checkpoint=keep, selector=selector)
         q, k, v = global_qkv(sequence, 4, 2, 16, dtype=torch.float32)
         k = torch.ones_like(k)  # constant keys: every selection is a tie
         results = []

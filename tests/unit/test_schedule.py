@@ -31,13 +31,13 @@ from .test_ring import _shard
 
 SCALE = 0.25
 PRICE = {"kind": "price"}
+EVERY_QUERY = {"kind": "every_query", "price": 0.03, "window_blocks": 1}
 NAMES = {f"model.layers.{layer}.self_attn": layer for layer in range(12)}
 
 
 def _ring(**section: Any) -> SparseRing:
-    return SparseRing(
-        SparseRingConfig(**{"selector": PRICE, "segment_tokens": 128, "local_blocks": 1, "backend": "torch", **section})
-    )
+    window = {} if section.get("selector") == EVERY_QUERY else {"local_blocks": 1}
+    return SparseRing(SparseRingConfig(**{"selector": PRICE, "segment_tokens": 128, **window, "backend": "torch", **section}))
 
 
 def _training(ring: SparseRing, steps: range) -> Iterator[int]:
@@ -213,7 +213,7 @@ def _attend(ring: SparseRing, lengths: list[int], layer: int = 0, seed: int = 0,
     """What a layer reads in the ring's step, with masses that are the farther apart the sharper; its density."""
     sequence = ring.sequence_batch(packed_batch(lengths))["sparse_ring"]
     q, k = (_shard(x, sequence)[0] for x in global_qkv(sequence, 4, 2, 8, seed=seed)[:2])
-    index = attention._choose(sharp * q, k, ring.bind(sequence).at_layer(layer), layer, SCALE)
+    index = attention._choose(sharp * q, k, ring.bind(sequence).at_layer(layer).with_group(2), layer, SCALE)
     return float(density(index).mean())
 
 
@@ -235,11 +235,12 @@ def test_training_a_model_ends_at_the_density_that_is_asked_for(price: float, be
     assert densities[1:] == pytest.approx([0.3] * 3, rel=0.1)
 
 
-def test_the_density_follows_its_curriculum() -> None:
-    ring = _ring(schedule={"target_density": 0.3, "start_density": 0.8, "curriculum_steps": 20, "gain": 0.5})
+@pytest.mark.parametrize("selector", [PRICE, EVERY_QUERY], ids=["price", "every_query"])
+def test_the_density_follows_its_curriculum(selector: dict[str, Any]) -> None:
+    ring = _ring(selector=selector, schedule={"target_density": 0.4, "start_density": 0.8, "curriculum_steps": 20, "gain": 0.5})
     densities = [_attend(ring, [500], sharp=8.0) for _ in _training(ring, range(32))]
     assert min(densities[:8]) > 0.6
-    assert densities[-3:] == pytest.approx([0.3] * 3, rel=0.1)
+    assert densities[-3:] == pytest.approx([0.4] * 3, rel=0.1)
 
 
 def test_a_density_that_jumps_over_its_target_comes_to_rest() -> None:
@@ -444,9 +445,9 @@ def test_training_explores_in_every_so_many_steps() -> None:
 class TestSchedulesOnRings(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("degree", [1, 2])
-    def test_every_rank_has_the_same_prices_and_the_density_is_that_of_all(self, degree: int) -> None:
-        ring = _ring(degree=degree, schedule={"target_density": 0.3, "min_layer_density": 0.2, "gain": 0.5})
+    @pytest.mark.parametrize(("degree", "selector"), [(1, PRICE), (2, PRICE), (2, EVERY_QUERY)])
+    def test_every_rank_has_the_same_prices_and_the_density_is_that_of_all(self, degree: int, selector: dict[str, Any]) -> None:
+        ring = _ring(degree=degree, selector=selector, schedule={"target_density": 0.3, "min_layer_density": 0.2, "gain": 0.5})
         for step in _training(ring, range(18)):
             seed = step if degree == 2 else 100 * step + dist.get_rank()
             densities = [_attend(ring, [700], layer, seed, sharp=sharp) for layer, sharp in ((0, 1.0), (1, 12.0))]

@@ -34,9 +34,10 @@ def _train(
     steps: int = 5,
     chunk_tokens: int | None = None,
     rows: list[Row] = ROWS,
+    selector: str = "price",
 ) -> tuple[list[torch.Tensor], SparseRing]:
     """Losses and gradient norms of some steps, and the weights at last."""
-    ring = SparseRing(SparseRingConfig(**section("price", offload=offload, checkpoint=keep, layer_chunk_tokens=chunk_tokens)))
+    ring = SparseRing(SparseRingConfig(**section(selector, offload=offload, checkpoint=keep, layer_chunk_tokens=chunk_tokens)))
     model = tiny_model()
     enable_gradient_checkpointing(model)
     config = {
@@ -61,10 +62,15 @@ def _train(
 class TestTraining(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize(("zero", "keep", "chunk_tokens"), [(3, "output", None), (2, "index", None), (3, "output", 50)])
-    def test_gives_the_same_bits_with_and_without_offload(self, zero: int, keep: str, chunk_tokens: int | None) -> None:
-        expected, _ = _train(zero, None, keep, chunk_tokens=chunk_tokens)
-        got, ring = _train(zero, {"host_gib": GIB_OF_A_MIB}, keep, chunk_tokens=chunk_tokens)
+    @pytest.mark.parametrize(
+        ("zero", "keep", "chunk_tokens", "selector"),
+        [(3, "output", None, "price"), (2, "index", None, "every_query"), (3, "output", 50, "every_query")],
+    )
+    def test_gives_the_same_bits_with_and_without_offload(
+        self, zero: int, keep: str, chunk_tokens: int | None, selector: str
+    ) -> None:
+        expected, _ = _train(zero, None, keep, chunk_tokens=chunk_tokens, selector=selector)
+        got, ring = _train(zero, {"host_gib": GIB_OF_A_MIB}, keep, chunk_tokens=chunk_tokens, selector=selector)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert ring.spill is not None and ring.spill.store is not None
         numbers = ring.spill.store.numbers()
