@@ -115,7 +115,7 @@ _H200: dict[str, Any] = {
     "host_gb_s": 55,
     "index_share": 0.04,
     "fixed_index_share": 0.09,
-    "scores": 600,
+    "scores": 690,
     "column_gb_s": 640,
     "listing_ms": 0.1,
 }
