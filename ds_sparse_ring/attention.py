@@ -107,7 +107,7 @@ class _SparseRingAttention(torch.autograd.Function):
         heads = q.shape[0], k.shape[0]
         if not context.heads_exchanged:
             with context.meter.timed("attention"), context.meter.timed("heads"):
-                q, k, v = (to_heads(x, context.axes) for x in (q, k, v))
+                q, k, v = to_heads((q, k, v), context.axes)
         context = context.with_group(q.shape[0] // k.shape[0])
         kept = slot.take() if slot is not None else None
         if kept is not None and kept.index.segments != context.segments:
@@ -154,7 +154,7 @@ class _SparseRingAttention(torch.autograd.Function):
         if context.heads_exchanged:
             return o
         with context.meter.timed("attention"), context.meter.timed("heads"):
-            return to_tokens(o, context.axes, heads[0])
+            return to_tokens([o], context.axes, heads[:1])[0]
 
     @staticmethod
     @once_differentiable
@@ -174,7 +174,7 @@ class _SparseRingAttention(torch.autograd.Function):
                     k, v = pages.whole()
                     kv = DeviceKV(k, v)
             with meter.timed("heads"):
-                do = grads[0] if exchanged else to_heads(grads[0], axes)
+                do = grads[0] if exchanged else to_heads(grads, axes)[0]
             if column_k.numel():
                 columns: ColumnKV | None = ColumnKV(column_k, column_v)
             else:
@@ -185,7 +185,7 @@ class _SparseRingAttention(torch.autograd.Function):
             dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, parts, context, ctx.layer, ctx.scale, dkv_dtype)
             with meter.timed("heads"):
                 if not exchanged:
-                    dq, dk, dv = to_tokens(dq, axes, heads), to_tokens(dk, axes, kv_heads), to_tokens(dv, axes, kv_heads)
+                    dq, dk, dv = to_tokens((dq, dk, dv), axes, (heads, kv_heads, kv_heads))
                 dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         if isinstance(ctx.index, VerticalSlash | BlockLists):
             ctx.index.forget()

@@ -27,7 +27,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.plan import InnerKind, Transfer
 from ds_sparse_ring.watch import StreamPlace, TransferWatch
 
-TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5
+TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5  # and those behind the last, one a tensor
 _CARGO = {TAG_KV: "keys and values", TAG_DKV: "their gradients"}
 _CARGO |= {TAG_KV_AHEAD: "keys and values for the next round", TAG_DKV_AHEAD: "a round's gradients"}
 
@@ -233,30 +233,24 @@ class Axes:
             dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
         return torch.cat(parts).tolist()
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Within the Ulysses group: ``x[i]`` goes to rank i, and ``out[i]`` comes from it. ``[ulysses_size, ...]``."""
-        if self.ulysses_size == 1:
-            return x
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        with self._waiting("exchanging heads within a Ulysses group", self.ulysses_group):
-            if dist.get_backend(self.ulysses_group) == "nccl":
-                dist.all_to_all_single(out, x, group=self.ulysses_group)
-            else:
-                self._send_to_all(x, out)
-        return out
+    def swap_shares(self, shares: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Within the Ulysses group ``shares[t][r]`` goes to rank r, ``out[t][r]`` comes from it; the own share stays as it is.
 
-    def _send_to_all(self, x: Tensor, out: Tensor) -> None:
-        """`all_to_all` of gloo, which has none of its own."""
-        out[self.ulysses_rank] = x[self.ulysses_rank]
-        first = self.rank - self.ulysses_rank
-        peers = [i for i in range(self.ulysses_size) if i != self.ulysses_rank]
-        operations = [
-            dist.P2POp(operation, buffer[i], first + i, self.ulysses_group, TAG_ULYSSES)
-            for i in peers
-            for operation, buffer in ((dist.isend, x), (dist.irecv, out))
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        All tensors in one launch. An all-to-all of NCCL would copy the own share, too, half of the bytes between two ranks.
+        """
+        mine, first = self.ulysses_rank, self.rank - self.ulysses_rank
+        received = [[share if r == mine else share.new_empty(of[mine].shape) for r, share in enumerate(of)] for of in shares]
+        with self._waiting("exchanging heads within a Ulysses group", self.ulysses_group):
+            operations = [
+                dist.P2POp(operation, buffer, first + r, self.ulysses_group, TAG_ULYSSES + t)
+                for t, (of, into) in enumerate(zip(shares, received, strict=True))
+                for r in range(self.ulysses_size)
+                if r != mine
+                for operation, buffer in ((dist.isend, of[r].contiguous()), (dist.irecv, into[r]))
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""

@@ -68,7 +68,7 @@ class _EveryPlan(DistributedTest):
         _, sequence, context = bound([1200, 300], **values)
         q, k, v = global_qkv(sequence, 8, 2, 128, dtype=torch.bfloat16)
         do, scale = global_qkv(sequence, 8, 2, 128, dtype=torch.bfloat16, seed=1)[0], 128**-0.5
-        mine = [to_heads(_shard(x, sequence)[0], context.axes) for x in (q, k)]
+        mine = to_heads([_shard(x, sequence)[0] for x in (q, k)], context.axes)
         index = select_index(mine[0], mine[1], context, scale=scale)
         visible = _of_all_heads(dense_mask(index, mine[0].shape[0], q.shape[1]), context.axes)
         got = _attend(q, k, v, do, sequence, context, scale)

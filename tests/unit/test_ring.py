@@ -59,7 +59,7 @@ def _check_against_dense(lengths: list[int], heads: int, kv_heads: int, **config
     _, sequence, context = bound(lengths, **config)
     q, k, v = global_qkv(sequence, heads, kv_heads, 16)
     do, scale = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1)).to(q.device), 0.25
-    mine = [to_heads(_shard(x, sequence)[0], context.axes) for x in (q, k)]
+    mine = to_heads([_shard(x, sequence)[0] for x in (q, k)], context.axes)
     index = select_index(mine[0], mine[1], context, scale=scale)
     visible = _of_all_heads(dense_mask(index, mine[0].shape[0], q.shape[1]), context.axes)
     got = _attend(q, k, v, do, sequence, context, scale)
