@@ -35,7 +35,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
+from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup, warn_if_whole
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
@@ -115,6 +115,9 @@ class SparseRingMixin(_Base):
         if not self.model_accepts_loss_kwargs:
             raise SparseRingError(f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be scaled")
         attach(self._model(), self.ring)
+        ds: Any = getattr(self.args, "hf_deepspeed_config", None)
+        if ds is not None and ds.is_zero3():
+            warn_if_whole(self._model(), self.ring)
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
         self._compare_batch = True
