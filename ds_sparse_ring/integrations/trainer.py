@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,7 +121,7 @@ class SparseRingMixin(_Base):
             warn_if_whole(self._model(), self.ring)
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
-        self._compare_batch = True
+        self._compare_batch, self._drawn = True, 0
         self._rate, self._logged_step = WorkRate(), 0
         self._file: MetricsLog | None = None
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -227,13 +228,14 @@ class SparseRingMixin(_Base):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         sequence: Sequence = inputs[NAME]
         if self._compare_batch:
-            check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_same_batch(sequence.digest, self.ring.axes, self.args.device)
             check_words(sequence.highest_word, base_model_of(self._model()).get_input_embeddings())
             self._check_memory(sequence)
             self._write(
                 {"event": "start", "step": self.state.global_step, "steps": self.state.max_steps, **self._what_runs(sequence)}
             )
             self._compare_batch = False
+        self._drawn = zlib.crc32(sequence.digest.to_bytes(4, "little"), self._drawn)
         self._rate.add(sequence)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -264,6 +266,7 @@ class SparseRingMixin(_Base):
         if "loss" not in logs or self.ring.evaluating:
             super().log(logs, start_time)
             return
+        check_same_batch(self._drawn, self.ring.axes, self.args.device)  # those since the first one, too
         done, attention = self._rate.pop(), self._pop_meter()
         steps, self._logged_step = self.state.global_step - self._logged_step, self.state.global_step
         metrics = self.attention_metrics if attention else {}
@@ -358,7 +361,7 @@ class SparseRingMixin(_Base):
         sequence: Sequence = inputs[NAME]
         present = inputs.pop(PRESENT_ROWS, sequence.shape[0])
         if self._compare_batch:
-            check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_same_batch(sequence.digest, self.ring.axes, self.args.device)
             self._compare_batch = False
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -440,7 +443,7 @@ class _SparseRingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, ring = self.trainer, self.trainer.ring
         adopt_gradient_checkpointing(trainer.model)
-        trainer._compare_batch = True
+        trainer._compare_batch, trainer._drawn = True, 0
         trainer._rate, trainer._logged_step = WorkRate(), state.global_step
         stage = 0
         if trainer.is_deepspeed_enabled:

@@ -280,9 +280,9 @@ class TestOrderOfCalls(DistributedTest):
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": ZERO["zero3_reduce_scatter"],
+            "zero_allow_untested_optimizer": True,
             "sparse_ring": section(),
         }
-        config["zero_allow_untested_optimizer"] = True
         if dist.get_rank() == 0:
             tiny_model().save_pretrained(tmp_path / "model")
         dist.barrier()
