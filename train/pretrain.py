@@ -251,7 +251,7 @@ class Pretraining:
 
     def check_first_batch(self, sequence: Any) -> None:
         """Refuse other ranks' rows, words that the model lacks, and what cannot fit."""
-        check_same_batch(sequence, self.ring.axes, self.device)
+        check_same_batch(sequence.digest, self.ring.axes, self.device)
         check_words(sequence.highest_word, base_model_of(self.engine.module).get_input_embeddings())
         tile, engine = self.args.loss_tile_tokens or sequence.tokens, self.engine
         check_memory(engine.module, engine.basic_optimizer, self.ring, engine.config, sequence, tile)

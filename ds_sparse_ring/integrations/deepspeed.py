@@ -8,6 +8,7 @@ divide by different numbers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ds_sparse_ring.config_reads import unread
+from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_offload
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.kernels import GPU_BACKENDS
 from ds_sparse_ring.kernels.dense import DenseCase, find_dense
 from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.units import GIB
 
 
 def initialize(
@@ -48,6 +51,9 @@ def initialize(
         raise SparseRingError(_NO_MPU)
     ring = SparseRing.from_deepspeed(config) if ring is None else ring
     attach(model, ring)
+    ds = config if isinstance(config, Mapping) else load_ds_json(config)
+    if ds.get("zero_optimization", {}).get("stage") == 3:
+        warn_if_whole(model, ring)
     result = deepspeed.initialize(model=model, config=config, **kwargs)
     check_engine(result[0], ring)
     return result
@@ -81,6 +87,28 @@ def check_engine(engine: Any, ring: SparseRing) -> None:
                 f"ZeRO-3 does not partition {whole[0]} and {len(whole) - 1} more: they were added to the model after "
                 "deepspeed.initialize; finish the model first"
             )
+
+
+def warn_if_whole(model: nn.Module, ring: SparseRing) -> None:
+    """Warn, on rank 0, of a model that each rank holds whole although ZeRO-3 is to divide it; before DeepSpeed gets it.
+
+    DeepSpeed divides it then, but memory had to hold it once on every rank. Adapters around a divided model are fine.
+    """
+    divided = whole = nbytes = 0
+    parameter: Any
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            divided += parameter.ds_numel
+        else:
+            whole += parameter.numel()
+            nbytes += parameter.nbytes
+    if ring.axes.rank == 0 and ring.axes.world_size > 1 and whole > divided:
+        warnings.warn(
+            f"the model was made before ZeRO-3 was in force: each rank holds all of it, {whole} parameters in {nbytes / GIB:.2g} "
+            "GiB, until DeepSpeed divides it. Make it after deepspeed.init_distributed() and after "
+            "TrainingArguments(deepspeed=...) or, in a loop of your own, while an HfDeepSpeedConfig(config) lives",
+            stacklevel=3,
+        )
 
 
 def loss_scale(ring: SparseRing, targets: Tensor) -> Tensor:

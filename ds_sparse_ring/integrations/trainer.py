@@ -1,6 +1,7 @@
 """The Transformers Trainer on a sparse ring.
 
-Use `SparseRingTrainer` in place of ``Trainer``, or put `SparseRingMixin` in front of a subclass of it:
+Use `SparseRingTrainer` in place of ``Trainer``, put `SparseRingMixin` in front of a subclass of it, or call `use_sparse_ring`
+on an instance of either:
 
     trainer = SparseRingTrainer(model, TrainingArguments(deepspeed="zero3.json", ...), train_dataset=...)
 
@@ -19,13 +20,13 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from datasets import Dataset as ArrowDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
@@ -35,12 +36,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from ds_sparse_ring.batch import IGNORE, Sequence
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup
+from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_setup, warn_if_whole
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.run_job import run_job
+from ds_sparse_ring.integrations.trainer_arguments import check_arguments, make_ring
 from ds_sparse_ring.integrations.trainer_data import (
     PRESENT_ROWS,
     BatchCollator,
@@ -101,18 +103,25 @@ class SparseRingMixin(_Base):
         """
         if args is None:
             raise SparseRingError('SparseRingTrainer needs args=TrainingArguments(deepspeed=...) with a section "sparse_ring"')
-        self.ring = _make_ring(args) if ring is None else ring
-        _check_arguments(args, self.ring, kw.get("compute_loss_func"))
+        self.ring = make_ring(args) if ring is None else ring
+        check_arguments(args, kw.get("compute_loss_func"))
         # Rank 0 would read for everyone, and its collator would hand every rank the part of rank 0.
         accelerator_config: Any = args.accelerator_config
         accelerator_config.dispatch_batches = False
         super().__init__(model, args, *rest, **kw)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is ours of a Trainer that Transformers has made and that has a ring."""
         if not self.model_accepts_loss_kwargs:
             raise SparseRingError(f"{type(self.model).__name__} takes no num_items_in_batch, so its loss cannot be scaled")
         attach(self._model(), self.ring)
+        ds: Any = getattr(self.args, "hf_deepspeed_config", None)
+        if ds is not None and ds.is_zero3():
+            warn_if_whole(self._model(), self.ring)
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
-        self._compare_batch = True
+        self._compare_batch, self._drawn = True, 0
         self._rate, self._logged_step = WorkRate(), 0
         self._file: MetricsLog | None = None
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -219,13 +228,14 @@ class SparseRingMixin(_Base):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         sequence: Sequence = inputs[NAME]
         if self._compare_batch:
-            check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_same_batch(sequence.digest, self.ring.axes, self.args.device)
             check_words(sequence.highest_word, base_model_of(self._model()).get_input_embeddings())
             self._check_memory(sequence)
             self._write(
                 {"event": "start", "step": self.state.global_step, "steps": self.state.max_steps, **self._what_runs(sequence)}
             )
             self._compare_batch = False
+        self._drawn = zlib.crc32(sequence.digest.to_bytes(4, "little"), self._drawn)
         self._rate.add(sequence)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -256,6 +266,7 @@ class SparseRingMixin(_Base):
         if "loss" not in logs or self.ring.evaluating:
             super().log(logs, start_time)
             return
+        check_same_batch(self._drawn, self.ring.axes, self.args.device)  # those since the first one, too
         done, attention = self._rate.pop(), self._pop_meter()
         steps, self._logged_step = self.state.global_step - self._logged_step, self.state.global_step
         metrics = self.attention_metrics if attention else {}
@@ -350,7 +361,7 @@ class SparseRingMixin(_Base):
         sequence: Sequence = inputs[NAME]
         present = inputs.pop(PRESENT_ROWS, sequence.shape[0])
         if self._compare_batch:
-            check_same_batch(sequence, self.ring.axes, self.args.device)
+            check_same_batch(sequence.digest, self.ring.axes, self.args.device)
             self._compare_batch = False
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -389,6 +400,40 @@ class SparseRingTrainer(SparseRingMixin, Trainer):
     """``Trainer`` on a sparse ring; see the module's docstring."""
 
 
+def use_sparse_ring(trainer: Trainer, ring: SparseRing | None = None) -> None:
+    """Put a Trainer that is made already on a ring, in place; before its ``train()`` and ``evaluate()``.
+
+    Its class becomes that of `SparseRingMixin` in front of its own; nothing else of it is replaced.
+
+    Args:
+        trainer: a ``Trainer`` or an instance of a subclass.
+        ring: made from the section ``"sparse_ring"`` of ``trainer.args.deepspeed`` if left out.
+
+    Raises:
+        SparseRingError: another object, a Trainer that is on a ring or has begun, or arguments as for `SparseRingTrainer`.
+    """
+    if not isinstance(trainer, Trainer):
+        raise SparseRingError(f"use_sparse_ring takes an instance of transformers.Trainer, not {type(trainer).__name__}")
+    if isinstance(trainer, SparseRingMixin):
+        raise SparseRingError(f"this {type(trainer).__name__} is on a ring already: call use_sparse_ring once, on other Trainers")
+    if trainer.is_in_train or trainer.state.global_step or trainer.model_wrapped is not trainer.model:
+        raise SparseRingError(
+            f"this {type(trainer).__name__} has begun to train or to evaluate, on whole rows: call use_sparse_ring right after "
+            "it is made"
+        )
+    ring = make_ring(trainer.args) if ring is None else ring
+    check_arguments(trainer.args, trainer.compute_loss_func)
+    trainer.accelerator.dataloader_config.dispatch_batches = False  # as in SparseRingMixin.__init__
+    plain = type(trainer)
+    ours: Any = SparseRingTrainer
+    if plain is not Trainer:
+        ours = type(f"SparseRing{plain.__name__}", (SparseRingMixin, plain), {"__module__": plain.__module__})
+    converted: Any = trainer
+    converted.__class__ = ours
+    converted.ring = ring
+    converted._begin()
+
+
 class _SparseRingCallback(TrainerCallback):
     """What has to happen at Trainer's own events."""
 
@@ -398,7 +443,7 @@ class _SparseRingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, ring = self.trainer, self.trainer.ring
         adopt_gradient_checkpointing(trainer.model)
-        trainer._compare_batch = True
+        trainer._compare_batch, trainer._drawn = True, 0
         trainer._rate, trainer._logged_step = WorkRate(), state.global_step
         stage = 0
         if trainer.is_deepspeed_enabled:
@@ -435,43 +480,3 @@ class _SparseRingCallback(TrainerCallback):
 
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
-
-
-def _make_ring(args: TrainingArguments) -> SparseRing:
-    if getattr(args, "hf_deepspeed_config", None) is None:
-        raise SparseRingError(
-            'no DeepSpeed configuration: pass TrainingArguments(deepspeed="file.json") whose file has a section '
-            '"sparse_ring", or ring=SparseRing(SparseRingConfig(...))'
-        )
-    _ = args.device  # sets up torch.distributed
-    return SparseRing.from_deepspeed(args.hf_deepspeed_config.config)
-
-
-def _check_arguments(args: TrainingArguments, ring: SparseRing, compute_loss_func: Any) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if args.world_size != world or args.n_gpu > 1:
-        raise SparseRingError(
-            f"Trainer sees {args.world_size} process(es), torch.distributed {world}: start one process per device, and "
-            "without a GPU set use_cpu=True (otherwise every rank would train on the same data)"
-        )
-    accelerator: Any = args.accelerator_config
-    if getattr(args, "parallelism_config", None) is not None:
-        raise SparseRingError('parallelism_config is set: leave it out, "sparse_ring": {"degree": N} makes the ring')
-    refused = [
-        (not args.average_tokens_across_devices, "average_tokens_across_devices=False", "the loss is a global mean"),
-        (args.label_smoothing_factor, "label_smoothing_factor", "it would shift labels that are shifted already"),
-        (compute_loss_func, "compute_loss_func", "labels arrive shifted and as parts: override compute_loss instead"),
-        (
-            getattr(args, "neftune_noise_alpha", None),
-            "neftune_noise_alpha",
-            "its noise depends on the length of a part",
-        ),
-        (args.train_sampling_strategy == "batch_rebalance", "train_sampling_strategy", 'use "random" or "sequential"'),
-        (accelerator.split_batches, "accelerator_config.split_batches", "batches belong to rings, not to ranks"),
-        (accelerator.dispatch_batches, "accelerator_config.dispatch_batches", "each rank shards batches for itself"),
-        (not accelerator.even_batches, "accelerator_config.even_batches=False", "rings would run out of data apart"),
-        ("inputs" in args.include_for_metrics, 'include_for_metrics=["inputs"]', "a rank has only its part of them"),
-    ]
-    for found, name, reason in refused:
-        if found:
-            raise SparseRingError(f"TrainingArguments: {name} is not supported here: {reason}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import seed_worker
 
-from ds_sparse_ring.batch import IGNORE, Sequence
+from ds_sparse_ring.batch import IGNORE
 from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.errors import SparseRingError
 
@@ -140,14 +140,17 @@ def follow_data_axis(loader: DataLoader, axes: Axes, *, is_training: bool) -> Da
     return loader
 
 
-def check_same_batch(sequence: Sequence, axes: Axes, device: torch.device) -> None:
+def check_same_batch(digest: int, axes: Axes, device: torch.device) -> None:
     """Compare the batches that the ranks of a ring drew. Collective over the ring.
+
+    Args:
+        digest: `Sequence.digest` of a batch, or a checksum of those of several.
 
     Raises:
         SparseRingError: on all ranks of the ring, if they differ.
     """
-    digests = axes.sequence_gather(torch.tensor(sequence.digest, device=device))
-    if any(int(digest) != sequence.digest for digest in digests):
+    digests = axes.sequence_gather(torch.tensor(digest, device=device))
+    if any(int(other) != digest for other in digests):
         raise SparseRingError(
             f"the {axes.sequence_size} ranks of a ring drew different batches, but they share each sequence: seed "
             "shuffling and augmentation by the data axis (axes.data_rank), not by the rank, and do not split the "

@@ -153,8 +153,11 @@ def merge(o_acc: Tensor, lse_acc: Tensor, o: Tensor, lse: Tensor) -> None:
     """Merge a normalised partial result into the accumulators, in place.
 
     Two rows without a key (lse = -inf) merge into such a row: the weights are taken against a finite maximum, so that
-    -inf - -inf never occurs, and large gaps underflow to 0 instead of overflowing.
+    -inf - -inf never occurs, and large gaps underflow to 0 instead of overflowing. FlashAttention 2 writes lse = +inf for a row
+    without a key, whose weight would erase what others found: it is such a row, on either side.
     """
+    lse_acc.masked_fill_(lse_acc == float("inf"), float("-inf"))
+    lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     largest = torch.maximum(lse_acc, lse)
     finite = torch.where(torch.isinf(largest), torch.zeros_like(largest), largest)
     weight_acc, weight = (lse_acc - finite).exp(), (lse - finite).exp()

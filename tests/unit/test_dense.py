@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
 from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.kernels.dense import DenseCase, available_dense, best_dense, document_rows
+from ds_sparse_ring.kernels.dense import DenseAttention, DenseCase, available_dense, best_dense, document_rows
+from ds_sparse_ring.kernels.dense_backends import DenseBackend
 
 from .reference import check_dense
 
@@ -40,6 +43,36 @@ def test_a_version_outside_of_the_range_is_refused(monkeypatch: pytest.MonkeyPat
     why_not = {s.name: s.why_not for s in available_dense(DenseCase(torch.device("cpu"), torch.bfloat16, 128, 8, 2))}
     assert why_not["flash-attn-2"] == "2.6.3 is installed, >=2.7,<3 is needed"
     assert why_not["flash-attn-4"] == "not installed"
+
+
+class WritesPlusInfinity:
+    """A library that does with rows of zeros what FlashAttention 2 does with rows without a key."""
+
+    name = "plus-infinity"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(q.shape[1])
+        empty = (q == 0).all(2)
+        return torch.ones_like(q), torch.zeros(q.shape[:2]).masked_fill(empty, float("inf"))
+
+    def backward(self, do: torch.Tensor, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        self.seen.append(q.shape[1])
+        return (torch.ones_like(q),) * 3
+
+
+def test_rows_of_padding_are_not_shown_to_a_library() -> None:
+    library = WritesPlusInfinity()
+    dense, x = DenseAttention(cast(DenseBackend, library)), torch.ones(1, 256, 8)
+    x[:, 192:] = 0  # behind the documents: rows without a key
+    o, lse = dense.forward(x, x, x, scale=1.0, rows=[64, 128])
+    assert (o[:, :192] == 1).all() and (o[:, 192:] == 0).all()
+    assert (lse[:, :192] == 0).all() and (lse[:, 192:] == float("-inf")).all()
+    for gradient in dense.backward(x, x, x, x, o, lse, scale=1.0, rows=[64, 128]):
+        assert (gradient[:, :192] == 1).all() and (gradient[:, 192:] == 0).all()
+    assert library.seen == [64, 128] * 2
 
 
 def test_documents_take_whole_blocks_and_must_fit() -> None:

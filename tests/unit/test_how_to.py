@@ -1,4 +1,7 @@
-"""The pages of docs/how-to: their Python runs as it stands, from top to bottom, and so do their commands."""
+"""The pages of docs/how-to: their Python runs as it stands, from top to bottom, and so does the command of packing.
+
+That the other commands have the options that they name is shown by test_documented_commands.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,7 +54,18 @@ def workplace(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_all_pages_with_code_are_run_here() -> None:
     with_code = {page.name for page in PAGES.glob("*.md") if blocks(page.name, "python")}
-    assert with_code == {*RUN, "evaluation.md"}, "that page continues a script of the reader's"
+    assert with_code == {*RUN, "evaluation.md"}
+
+
+def test_evaluation_continues_a_script_of_the_readers(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(ROOT / "ds_configs" / "zero3.json", tmp_path / "ds.json")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(workplace / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(workplace / "model")
+    (block,) = blocks("evaluation.md", "python")
+    with patch.object(model, "generate", wraps=model.generate) as generate:
+        exec(compile(block, "evaluation.md", "exec"), {"model": model, "tokenizer": tokenizer, "text": "a prompt " * 40})
+    assert generate.call_args.kwargs["max_new_tokens"] == 64 and generate.call_args.kwargs["input_ids"].shape[0] == 1
 
 
 class TestPages(DistributedTest):

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from ds_sparse_ring.integrations.deepspeed import full_state_dict, save_pretrained
-from ds_sparse_ring.integrations.trainer import SparseRingMixin
+from ds_sparse_ring.integrations.trainer import SparseRingMixin, use_sparse_ring
 from tests.common import DistributedTest
 from tests.unit.parity_model import CHECKPOINTING, tiny_model, word_tokenizer
 from tests.unit.trainer_runs import Recorder, arguments, ds_config, make_rows, make_trainer, plain_training, token_losses
@@ -80,10 +80,13 @@ class TestSupervisedFineTuning(DistributedTest):
         recorder: TrainerCallback = Recorder()
         tokenizer = word_tokenizer()
         tokenizer.eos_token = "1"
-        trainer = RingSFTTrainer(
+        kind = SFTTrainer if packing else RingSFTTrainer  # both ways for a user to come here
+        trainer = kind(
             tiny_model(), args, train_dataset=tokens, eval_dataset=tokens, peft_config=lora(), callbacks=[recorder],
             processing_class=tokenizer,
         )  # fmt: skip
+        if packing:
+            use_sparse_ring(trainer)
         trainer.train()
         expected = float(token_losses(tiny_model(), rows).mean().detach())
         losses = recorder.of("loss")  # type: ignore[attr-defined]

@@ -260,6 +260,17 @@ def test_merging_two_empty_rows_gives_an_empty_row_and_gaps_do_not_overflow() ->
     assert lse_acc.tolist() == pytest.approx([-infinity, 3.0, 500.0, 600.0, 2.0 + torch.tensor(2.0).log().item()])
 
 
+def test_merging_a_row_that_flash_attention_calls_plus_infinity_changes_nothing() -> None:
+    """What FlashAttention 2 writes for a row without a key, on either side and on both."""
+    infinity = float("inf")
+    o_acc, o = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.0], [7.0], [0.0]])
+    lse_acc, lse = torch.tensor([2.0, infinity, infinity]), torch.tensor([infinity, 3.0, infinity])
+    merge(o_acc, lse_acc, o, lse)
+    assert o_acc.flatten().tolist() == [1.0, 7.0, 0.0]
+    assert lse_acc.tolist() == [2.0, 3.0, -infinity]
+    assert lse.tolist() == [infinity, 3.0, infinity], "what is merged is left as it is"
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_cpu_kernels_give_the_same_bits_on_every_run(threads: int) -> None:
     sequence = make_sequence([1000])

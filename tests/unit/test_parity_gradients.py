@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.integrations.deepspeed import check_engine, full_state_dict, initialize, loss_scale
@@ -15,6 +20,7 @@ from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointi
 from ds_sparse_ring.runtime import SparseRing
 from tests.common import DistributedTest, rank_device
 from tests.unit.parity_model import MODELS, Row, make_batch, on_rank, reference, section, single_ring, tiny_model
+from tests.unit.trainer_runs import arguments, ds_config, make_rows, make_trainer
 
 LEARNING_RATE = 0.5
 # fp32 sums in another order: several times the error of a single product, far below any factor of the ranks.
@@ -271,3 +277,45 @@ class TestRefusals(DistributedTest):
         run.engine.module.register_parameter("late", torch.nn.Parameter(torch.zeros(1)))
         with pytest.raises(ValueError, match="does not partition late"):
             check_engine(run.engine, run.ring)
+
+
+class TestOrderOfCalls(DistributedTest):
+    """ZeRO-3 divides a model while it is made, if it is in force by then: as the README has it, and not as in many tutorials."""
+
+    world_size = 2
+
+    def test_a_model_made_before_zero3_is_in_force_is_warned_of(self, tmp_path: Path) -> None:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": ZERO["zero3_reduce_scatter"],
+            "zero_allow_untested_optimizer": True,
+            "sparse_ring": section(),
+        }
+        if dist.get_rank() == 0:
+            tiny_model().save_pretrained(tmp_path / "model")
+        dist.barrier()
+        deepspeed.init_distributed()
+
+        def warnings_of(model: Any) -> tuple[list[str], Any]:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                engine, *_ = initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+            return [str(w.message) for w in caught if "ZeRO-3" in str(w.message)], engine
+
+        early = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        count = sum(parameter.numel() for parameter in early.parameters())
+        found, engine = warnings_of(early)
+        assert len(found) == (dist.get_rank() == 0)
+        assert all(f"each rank holds all of it, {count} parameters" in text and "HfDeepSpeedConfig" in text for text in found)
+        assert all(hasattr(parameter, "ds_id") for parameter in engine.module.parameters()), "DeepSpeed divides it late"
+        in_force = HfDeepSpeedConfig(config)
+        late = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        assert in_force and all(parameter.numel() == 0 for parameter in late.parameters()), "never whole"
+        assert warnings_of(late)[0] == []
+
+    def test_trainer_warns_too(self, tmp_path: Path) -> None:
+        early = tiny_model()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(arguments(tmp_path, ds_config(3)), make_rows([50]), early)
+        assert sum("before ZeRO-3 was in force" in str(w.message) for w in caught) == (dist.get_rank() == 0)
