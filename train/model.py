@@ -29,9 +29,11 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
     """The tokenizer in ``folder``, or beside the model if no folder is given.
 
     Raises:
-        SparseRingError: if there is none, or one that cannot be loaded.
+        SparseRingError: if there is none, or one that cannot be loaded; a name of the hub.
     """
     source = folder or model
+    for option, name in (("--tokenizer", folder), ("--model", model)):
+        _check_folder(option, name)
     if source is None or not (Path(source) / "tokenizer_config.json").is_file():
         raise SparseRingError(
             f"no tokenizer in {source}: give --tokenizer a folder that a tokenizer was saved to (train_tokenizer of "
@@ -44,6 +46,15 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
         raise SparseRingError(
             f"tokenizer: Transformers cannot load {source}: {reason}. Save it again by tokenizer.save_pretrained"
         ) from error
+
+
+def _check_folder(option: str, name: str | None) -> None:
+    """Refuse what is no folder here. Every rank would download a name of the hub, and machines of a cluster often cannot."""
+    if name is not None and not Path(name).is_dir():
+        raise SparseRingError(
+            f"{option} {name}: there is no such folder here, and names of the Hugging Face hub are not read: download it first "
+            f"(hf download {name} --local-dir FOLDER, before huggingface-hub 1.0 huggingface-cli download), and give that folder"
+        )
 
 
 def load_config(
@@ -108,6 +119,7 @@ def _fresh(kind: str, values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _of_folder(folder: str) -> PreTrainedConfig:
+    _check_folder("--model", folder)
     if not (Path(folder) / "config.json").is_file():
         raise SparseRingError(f"--model: {folder} has no config.json: give a folder that a model was saved to")
     try:
