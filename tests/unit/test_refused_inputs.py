@@ -133,6 +133,11 @@ def with_other_steps(path: Path) -> None:
     StepShape(4, 4, 1).check(path, {})
 
 
+def with_another_degree(path: Path) -> None:
+    StepShape(4, 4, 1).save(path)
+    StepShape(4, 2, 2).check(path, {})
+
+
 def both_data_and_text(path: Path) -> None:
     options: dict[str, Any] = {"sequence_tokens": 64, "evaluation_sequences": 0, "seed": 0, "streaming": False}
     open_rows(str(path), ["corpus/"], word_tokenizer(), **options)
@@ -268,6 +273,7 @@ INPUTS = [
     Wrong("a checkpoint of a stream", of_a_stream, "resume", "written with --streaming", "go on as it began"),
     Wrong("a checkpoint of other ranks", on_other_ranks, "resume", "written by 8 ranks, here are 4", "start as many"),
     Wrong("a checkpoint of other steps", with_other_steps, "resume", "2 rows a step", "change accumulation steps"),
+    Wrong("a checkpoint of another degree", with_another_degree, "resume", "1 rows a step", "with degree = 4 as saved"),
     Wrong(
         "a log of another program",
         lambda path: read_run(written(path, "step 1\n")), "file.json", "one JSON object a line", "give the metrics.jsonl",
