@@ -25,13 +25,13 @@ from ds_sparse_ring.integrations.model_checks import MODEL_TYPES
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 
 
-def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``, or beside the model if no folder is given.
+def load_tokenizer(folder: str | None, model: str | None, data: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``; if none is given, beside the model, or else beside prepared data.
 
     Raises:
         SparseRingError: if there is none, or one that cannot be loaded; a name of the hub.
     """
-    source = folder or model
+    source = folder or model or (data and f"{data}/tokenizer")
     for option, name in (("--tokenizer", folder), ("--model", model)):
         _check_folder(option, name)
     if source is None or not (Path(source) / "tokenizer_config.json").is_file():
@@ -53,7 +53,7 @@ def _check_folder(option: str, name: str | None) -> None:
     if name is not None and not Path(name).is_dir():
         raise SparseRingError(
             f"{option} {name}: there is no such folder here, and names of the Hugging Face hub are not read: download it first "
-            f"(hf download {name} --local-dir FOLDER, before huggingface-hub 1.0 huggingface-cli download), and give that folder"
+            f"(hf download {name} --local-dir FOLDER; older ones: huggingface-cli download), and give that folder"
         )
 
 

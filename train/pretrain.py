@@ -145,7 +145,7 @@ class Pretraining:
         if args.local_rank >= 0:
             get_accelerator().set_device(args.local_rank)
         set_seed(args.seed)
-        tokenizer = load_tokenizer(args.tokenizer, args.model or (args.data and f"{args.data}/tokenizer"))
+        tokenizer = load_tokenizer(args.tokenizer, args.model, args.data)
         self.tokenizer = tokenizer
         data = open_rows(
             args.data,
