@@ -132,7 +132,7 @@ def config(
     hidden = unread(section.selector)
     console.print(_section_table(section, str(file), hidden))
     if hidden:
-        console.print(f'not read by selector "{section.selector.kind}": {", ".join(hidden)}')
+        console.print(f'of the section, not read by selector "{section.selector.kind}": {", ".join(hidden)}')
     if world is not None and degree is not None:
         rings = world // degree
         console.print(f"{world} ranks = {rings} sequence{'s' if rings > 1 else ''} at once x {degree} ranks that share each")
@@ -161,7 +161,7 @@ def plan(
     seq: Annotated[str, typer.Option(help="Tokens of a sequence; K and M are 1024 and 1024 * 1024.")] = "128K",
     world: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 8,
     hardware: Annotated[str, typer.Option(help=_PROFILES)] = "h200",
-    density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep.")] = 0.05,
+    density: Annotated[float, typer.Option(help="Active share that the selector is expected to keep, 0 to 1.")] = 0.05,
     columns: Annotated[
         float | None,
         typer.Option(help="Share of all causal pairs that are columns; default: 0.3 x --density, of every_query all."),
@@ -169,7 +169,7 @@ def plan(
     liger: Annotated[bool, typer.Option("--liger", help="Norms, rotary embedding and gates by Liger's kernels.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Chrome trace to write, of one layer; a PNG goes beside it.")] = None,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest sequence that fits, in place of --seq.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="metrics.jsonl of a run: its step beside the simulated one.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Output folder of a run: its step beside the simulated one.")] = None,
 ) -> None:
     """Simulate a training step for every schedule that the ranks and heads allow, and name the fastest."""
     from ds_sparse_ring.plan_compare import print_comparison

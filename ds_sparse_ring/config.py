@@ -185,8 +185,8 @@ class SparseRingConfig(Strict):
     """How the active columns and diagonals are chosen; one of the kinds of `Selector`."""
 
     segment_tokens: int | None = Field(default_factory=lambda data: 512 if _asks_every_query(data) else 16384, ge=BLOCK_TOKENS)
-    """Query tokens that share one choice; a multiple of 64; null is one segment per document (as in MTraining). Left out: 512
-    with "every_query", else 16384."""
+    """Query tokens that share one choice; a multiple of 64; left out: 512 with "every_query", else 16384; null is one
+    segment per document (as in MTraining), which "every_query" refuses."""
 
     probe: Literal["own", "previous"] = "own"
     """Whose last queries choose for a segment: its own, or those of the segment before (strictly causal)."""

@@ -46,6 +46,7 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     console = _console()
     console.print(table)
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
+    console.print(_shares(job))
     fitting = [e for e in found if not e.memory.misfits(job.hardware)]
     if not fitting:
         _print_misfit(min(found, key=lambda e: e.memory.device), job, console)
@@ -81,7 +82,7 @@ def print_longest(job: Job, title: str) -> None:
     console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
     if memory.recomputed:
         console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
-    console.print("predicted, not measured")
+    console.print(f"predicted, not measured; {_shares(job)}")
 
 
 def read_job(
@@ -105,11 +106,14 @@ def read_job(
     """
     config = SparseRingConfig() if file is None else SparseRingConfig.from_deepspeed(file)
     states = {"zero_stage": 3} if file is None else states_of(load_ds_json(file))
+    if not 0 <= density <= 1:
+        percent = f": {density:g} % is {density / 100:g}" if 1 < density <= 100 else ""
+        raise SparseRingError(f"plan: --density {density:g} is no share of all causal pairs, 0 to 1{percent or ', such as 0.05'}")
     if columns is None:
         # every_query has no diagonals but its window, a small share of a long sequence
         columns = density * (1.0 if isinstance(config.selector, EveryQuerySelector) else _COLUMNS_OF_DENSITY)
-    if not 0 <= columns <= density <= 1:
-        raise SparseRingError(f"plan: needs 0 <= columns <= density <= 1, got columns {columns} and density {density}")
+    if not 0 <= columns <= density:
+        raise SparseRingError(f"plan: needs 0 <= columns <= density, got --columns {columns:g} and --density {density:g}")
     share = (1.0, 0.0) if isinstance(config.selector, FullSelector) else (density, columns)
     return Job(load_shape(model), load_hardware(hardware), config, tokens, world, *share, **states, liger=liger)
 
@@ -131,6 +135,13 @@ def _ways_out(job: Job) -> list[str]:
         ("more GPUs (--world)" if every else "more ranks to a sequence (degree)", True),
     ]
     return [way for way, is_left in ways if is_left]
+
+
+def _shares(job: Job) -> str:
+    """What is active. A selector with a price keeps what it keeps: only a run says how much."""
+    if isinstance(job.config.selector, FullSelector):
+        return 'density 1 of the triangle: selector "full"'
+    return f"density {job.density:g} of the triangle, set by --density; {job.columns:g} of it columns, set by --columns"
 
 
 def _total(memory: Memory) -> str:
@@ -163,7 +174,7 @@ def _row(e: Estimate, job: Job) -> list[str]:
         f"{100 * e.exposed:.1f} %",
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",
-        f"{e.memory.device / GIB:.0f}",
+        f"{e.memory.device / GIB:.0f}" + ": does not fit" * bool(e.memory.misfits(job.hardware)),
     ]
 
 

@@ -36,6 +36,11 @@ class MetricsLog:
         self._file.flush()
 
 
+def has_steps(log: Path) -> bool:
+    """Whether a metrics.jsonl holds more than starts: a run that has ended before its first logged step leaves only those."""
+    return log.is_file() and any('"event": "start"' not in line for line in log.read_text(encoding="utf-8").splitlines())
+
+
 def save_maps(folder: Path, step: int, maps: Mapping[int, Sequence[AttentionMap]]) -> None:
     """Write a step's attention maps, by layer, into ``folder``/maps; some 100 KB for six heads. The host waits for the device."""
     if not maps:

@@ -65,7 +65,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     set_seed(args.seed)
     _ = args.device  # sets up torch.distributed; DeepSpeed needs its own view of it before ZeRO-3 partitions the model
     deepspeed.init_distributed()
-    tokenizer = load_tokenizer(model_args.tokenizer, model_args.model or (data_args.data and f"{data_args.data}/tokenizer"))
+    tokenizer = load_tokenizer(model_args.tokenizer, model_args.model, data_args.data)
     data = open_rows(
         data_args.data,
         data_args.text,

@@ -25,13 +25,15 @@ from ds_sparse_ring.integrations.model_checks import MODEL_TYPES
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
 
 
-def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``, or beside the model if no folder is given.
+def load_tokenizer(folder: str | None, model: str | None, data: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``; if none is given, beside the model, or else beside prepared data.
 
     Raises:
-        SparseRingError: if there is none, or one that cannot be loaded.
+        SparseRingError: if there is none, or one that cannot be loaded; a name of the hub.
     """
-    source = folder or model
+    source = folder or model or (data and f"{data}/tokenizer")
+    for option, name in (("--tokenizer", folder), ("--model", model)):
+        _check_folder(option, name)
     if source is None or not (Path(source) / "tokenizer_config.json").is_file():
         raise SparseRingError(
             f"no tokenizer in {source}: give --tokenizer a folder that a tokenizer was saved to (train_tokenizer of "
@@ -44,6 +46,15 @@ def load_tokenizer(folder: str | None, model: str | None) -> PreTrainedTokenizer
         raise SparseRingError(
             f"tokenizer: Transformers cannot load {source}: {reason}. Save it again by tokenizer.save_pretrained"
         ) from error
+
+
+def _check_folder(option: str, name: str | None) -> None:
+    """Refuse what is no folder here. Every rank would download a name of the hub, and machines of a cluster often cannot."""
+    if name is not None and not Path(name).is_dir():
+        raise SparseRingError(
+            f"{option} {name}: there is no such folder here, and names of the Hugging Face hub are not read: download it first "
+            f"(hf download {name} --local-dir FOLDER; older ones: huggingface-cli download), and give that folder"
+        )
 
 
 def load_config(
@@ -108,6 +119,7 @@ def _fresh(kind: str, values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _of_folder(folder: str) -> PreTrainedConfig:
+    _check_folder("--model", folder)
     if not (Path(folder) / "config.json").is_file():
         raise SparseRingError(f"--model: {folder} has no config.json: give a folder that a model was saved to")
     try:

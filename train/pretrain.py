@@ -40,7 +40,7 @@ from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import base_model_of, enable_gradient_checkpointing
-from ds_sparse_ring.run_log import MetricsLog, RunJob, save_maps
+from ds_sparse_ring.run_log import MetricsLog, RunJob, has_steps, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.rows import PackedCollator, RowStream, open_rows
@@ -95,6 +95,23 @@ class PretrainArguments:
                 if getattr(self, name) < least:
                     raise SparseRingError(f"--{name} {getattr(self, name)}: give at least {least}, or leave it out")
 
+    def check_output(self) -> None:
+        """Refuse the folder of another run, whose log would go on with this one's steps and whose checkpoints would be lost.
+
+        Before ranks meet: later, rank 0 may have begun to write.
+
+        Raises:
+            SparseRingError: steps or checkpoints there, without ``resume``.
+        """
+        folder = Path(self.output)
+        latest, log = folder / "checkpoints" / "latest", folder / MetricsLog.NAME
+        if self.resume or not (latest.is_file() or has_steps(log)):
+            return
+        raise SparseRingError(
+            f"--output {folder} is of a run that has begun ({latest if latest.is_file() else log} is there), which this one "
+            "would write over: go on with it by --resume, or give another --output"
+        )
+
     def check_evaluation(self, rows: Sized) -> None:
         """Refuse evaluations of nothing, which would be left out without a word.
 
@@ -123,11 +140,12 @@ class Pretraining:
 
     def __init__(self, args: PretrainArguments) -> None:
         self.args = args
+        args.check_output()
         deepspeed.init_distributed()
         if args.local_rank >= 0:
             get_accelerator().set_device(args.local_rank)
         set_seed(args.seed)
-        tokenizer = load_tokenizer(args.tokenizer, args.model or (args.data and f"{args.data}/tokenizer"))
+        tokenizer = load_tokenizer(args.tokenizer, args.model, args.data)
         self.tokenizer = tokenizer
         data = open_rows(
             args.data,

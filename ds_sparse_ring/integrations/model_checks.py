@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,6 +129,33 @@ def check_words(highest: int, embedding: Any) -> None:
             f"batch: a token or label is {highest}, and the model has {words} words, 0 to {words - 1}: use the tokenizer that "
             "belongs to the model, or model.resize_token_embeddings before it is attached"
         )
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Positions that a model's rotary embedding was made for; None if the configuration does not say.
+
+    Some files, Qwen2.5's among them, write a factor of YaRN or of linear scaling beside the length before it.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if positions is None or parameters.get("rope_type") not in ("yarn", "linear"):
+        return positions
+    original = parameters.get("original_max_position_embeddings") or positions
+    return max(positions, round(original * (parameters.get("factor") or 1.0)))
+
+
+def warn_beyond_positions(tokens: int, positions: int) -> None:
+    """Warn of a document with positions that the model has never seen, on which the loss is that of another model.
+
+    Args:
+        tokens: of the longest document. positions: `positions_of` the model.
+    """
+    warnings.warn(
+        f"rows with {tokens} tokens of one document, but the model was made for {positions} positions (max_position_embeddings): "
+        f"set YaRN by --yarn_from {positions} (train/), or by ds_sparse_ring.train.model.set_yarn before the model is made, or "
+        "shorten the rows; if rope_theta was raised for this length, raise max_position_embeddings too",
+        stacklevel=2,
+    )
 
 
 def _check_windows(config: PreTrainedConfig) -> None:

@@ -56,8 +56,11 @@ class StepShape:
                 "belong to a number of ranks: start as many, or begin a new run from the saved weights"
             )
         if saved.rows != self.rows:
+            as_saved = f", or resume with degree = {saved.sequence_ranks} as saved" * (
+                saved.sequence_ranks != self.sequence_ranks
+            )
             raise SparseRingError(
                 f"resume: {folder} was written with {saved.rows} rows a step ({saved.world} ranks, {saved.sequence_ranks} share "
                 f"a sequence), here are {self.rows} ({self.sequence_ranks} share one), so rows would be skipped or repeated: "
-                "change accumulation steps or micro-batch so that a step takes as many"
+                f"change accumulation steps or micro-batch so that a step takes as many{as_saved}"
             )

@@ -39,7 +39,7 @@ def check_arguments(args: TrainingArguments, compute_loss_func: Any) -> None:
         raise SparseRingError('parallelism_config is set: leave it out, "sparse_ring": {"degree": N} makes the ring')
     refused = [
         (not args.average_tokens_across_devices, "average_tokens_across_devices=False", "the loss is a global mean"),
-        (args.label_smoothing_factor, "label_smoothing_factor", "it would shift labels that are shifted already"),
+        (args.label_smoothing_factor, "label_smoothing_factor", "it would shift labels that are shifted already: leave it out"),
         (compute_loss_func, "compute_loss_func", "labels arrive shifted and as parts: override compute_loss instead"),
         (
             getattr(args, "neftune_noise_alpha", None),

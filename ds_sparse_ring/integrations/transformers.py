@@ -32,7 +32,15 @@ from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.chunked_layers import disable_chunked_layers, enable_chunked_layers, is_chunked
 from ds_sparse_ring.integrations.memory import kept_by_layers
-from ds_sparse_ring.integrations.model_checks import check_adapters, check_arguments, check_model, check_offload, check_words
+from ds_sparse_ring.integrations.model_checks import (
+    check_adapters,
+    check_arguments,
+    check_model,
+    check_offload,
+    check_words,
+    positions_of,
+    warn_beyond_positions,
+)
 from ds_sparse_ring.slots import checkpoint_context_fn
 
 if TYPE_CHECKING:
@@ -89,6 +97,7 @@ class _BindSequence:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
+        self.warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BindSequence:
         return self  # a copied model belongs to the same ring; process groups cannot be copied
@@ -109,10 +118,19 @@ class _BindSequence:
         ring = self.attachment.ring
         layers = kept_by_layers(decoder, ring)
         check_words(sequence.highest_word, self.attachment.model.get_input_embeddings())
+        self._check_positions(sequence)
         if decoder.training and torch.is_grad_enabled():
             _check_checkpointing(decoder)
             check_offload(ring.config, checkpointed=layers is not None)
         return args, {**kwargs, NAME: ring.bind(sequence, layers=layers), "use_cache": False}
+
+    def _check_positions(self, sequence: Sequence) -> None:
+        """Warn once, on rank 0. No refusal: there are other ways to make a model fit for longer documents."""
+        positions = positions_of(self.attachment.model.config)
+        if not self.warned and positions is not None and sequence.longest_document > positions:
+            self.warned = True
+            if self.attachment.ring.axes.rank == 0:
+                warn_beyond_positions(sequence.longest_document, positions)
 
 
 def _check_sharded(kwargs: Mapping[str, Any]) -> None:

@@ -341,7 +341,7 @@ def test_the_command_shows_what_the_selector_reads(kind: str, hidden: set[str], 
     result = CliRunner().invoke(app, ["config", str(path)], env={"COLUMNS": "160"})
     first = {words[1] for line in result.output.splitlines() if len(words := line.split()) > 2 and words[0] in "│|"}
     assert set(SparseRingConfig.model_fields) - first - {"selector", "offload", "schedule", "maps"} == hidden
-    assert (f'not read by selector "{kind}"' in result.output) == bool(hidden)
+    assert (f'of the section, not read by selector "{kind}"' in result.output) == bool(hidden)
 
 
 def test_the_command_fails_with_the_message(tmp_path: Path) -> None:

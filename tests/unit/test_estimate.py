@@ -221,7 +221,15 @@ def test_the_command_prints_schedules_and_writes_a_trace(tmp_path: Path) -> None
     arguments = ["plan", "--seq", "256K", "--world", "4", "--timeline", str(trace)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    for text in ("ring of 4", "gather of 4", "Ulysses 2 x ring of 2", "Ulysses 4 x ring of 1", "fastest that fits", "assumed"):
+    for text in (
+        "ring of 4",
+        "gather of 4",
+        "Ulysses 2 x ring of 2",
+        "Ulysses 4 x ring of 1",
+        "fastest that fits",
+        "assumed",
+        "density 0.05",
+    ):
         assert text in result.output
     assert json.loads(trace.read_text())["traceEvents"]
     assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -247,6 +255,7 @@ def test_a_plan_that_does_not_fit_names_device_memory_once() -> None:
     result = CliRunner().invoke(app, ["plan", "--seq", "4M", "--world", "1"])
     assert result.exit_code == 0 and result.output.count("device memory") == 1
     assert "no schedule fits the memory" in result.output and "kept by layers" in result.output
+    assert "does not fit" in result.output
 
 
 def test_two_gpus_need_what_was_measured() -> None:

@@ -153,7 +153,7 @@ class TestPretrain(DistributedTest):
         if dist.get_rank() != 0:
             return
         log = tmp_path / "out" / "metrics.jsonl"
-        result = CliRunner().invoke(app, ["plan", "--compare", str(log)])
+        result = CliRunner().invoke(app, ["plan", "--compare", str(log.parent)])
         assert result.exit_code == 0, result.output
         run = read_run(log)
         assert (run.job.world, run.job.model.num_hidden_layers, run.job.sequence_tokens) == (2, 2, 960)

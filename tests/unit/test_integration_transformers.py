@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Mistral
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations import transformers as integration
-from ds_sparse_ring.integrations.model_checks import check_model
+from ds_sparse_ring.integrations.model_checks import check_model, positions_of
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.runtime import SparseRing
 from tests.unit.parity_model import MODELS, Row, make_batch, section, tiny_model
@@ -302,3 +303,33 @@ class TestWholeRows:
         attach(model, ring)
         with torch.no_grad():
             model(**ring.sequence_batch(make_batch(ROWS, 1)))
+
+
+class TestDocumentsBeyondTheModelsPositions:
+    def test_the_first_one_is_warned_of_and_shorter_ones_in_a_longer_row_are_not(self, ring: SparseRing) -> None:
+        model = tiny_model().eval()
+        model.config.max_position_embeddings = 64
+        attach(model, ring)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**ring.sequence_batch(make_batch([Row((64, 40))], 1)))
+            assert not caught
+            for _ in range(2):
+                model(**ring.sequence_batch(make_batch([Row((20, 65))], 1)))
+        (one,) = caught
+        assert "65 tokens" in str(one.message) and "--yarn_from 64" in str(one.message)
+
+    @pytest.mark.parametrize(
+        ("rope", "positions"),
+        [
+            ({"rope_type": "default"}, 100),
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 25}, 100),
+            ({"rope_type": "linear", "factor": 2.0}, 200),
+            ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 10}, 100),
+        ],
+    )
+    def test_a_factor_beside_the_length_before_it_counts(self, rope: dict[str, Any], positions: int) -> None:
+        config = LlamaConfig(max_position_embeddings=100)
+        config.rope_parameters = {"rope_theta": 1e4, **rope}
+        assert positions_of(config) == positions

@@ -195,8 +195,12 @@ CONFIGURATIONS = [
     Wrong("a length in words", lambda _: parse_tokens("many"), "tokens", "'many'", "write 131072, 128K or 1M"),
     Wrong("an endless sequence", lambda _: parse_tokens("inf"), "tokens", "'inf'", "write 131072, 128K or 1M"),
     Wrong(
+        "a density in per cent",
+        lambda _: read_job(None, "qwen2.5-3b", 64, 1, "h200", 5, None), "--density 5", "no share", "5 % is 0.05",
+    ),
+    Wrong(
         "more columns than there is",
-        lambda _: read_job(None, "qwen2.5-3b", 64, 1, "h200", 0.1, 0.5), "plan", "columns 0.5", "needs 0 <= columns <= density",
+        lambda _: read_job(None, "qwen2.5-3b", 64, 1, "h200", 0.1, 0.5), "plan", "--columns 0.5", "needs 0 <= columns <= density",
     ),
 ]  # fmt: skip
 

@@ -122,9 +122,20 @@ def of_a_stream(path: Path) -> None:
     run.resume()
 
 
+def into_the_folder_of_another(path: Path, name: str, text: str, **options: Any) -> None:
+    (path / name).parent.mkdir(exist_ok=True)
+    written(path, text, name)
+    PretrainArguments("ds.json", output=str(path), **options).check_output()
+
+
 def with_other_steps(path: Path) -> None:
     StepShape(4, 4, 2).save(path)
     StepShape(4, 4, 1).check(path, {})
+
+
+def with_another_degree(path: Path) -> None:
+    StepShape(4, 4, 1).save(path)
+    StepShape(4, 2, 2).check(path, {})
 
 
 def both_data_and_text(path: Path) -> None:
@@ -250,9 +261,19 @@ INPUTS = [
         "data", "vocabulary of 9, the tokenizer has 64", "prepare the text again",
     ),
     Wrong("rows and text", both_data_and_text, "--data", "has its rows already", "leave out --text"),
+    Wrong(
+        "checkpoints of another run",
+        lambda path: into_the_folder_of_another(path, "checkpoints/latest", "step3"), "--output", "latest is there", "--resume",
+    ),
+    Wrong(
+        "a log of another run",
+        lambda path: into_the_folder_of_another(path, "metrics.jsonl", '{"step": 1, "loss": 2.0}\n'),
+        "--output", "metrics.jsonl is there", "give another --output",
+    ),
     Wrong("a checkpoint of a stream", of_a_stream, "resume", "written with --streaming", "go on as it began"),
     Wrong("a checkpoint of other ranks", on_other_ranks, "resume", "written by 8 ranks, here are 4", "start as many"),
     Wrong("a checkpoint of other steps", with_other_steps, "resume", "2 rows a step", "change accumulation steps"),
+    Wrong("a checkpoint of another degree", with_another_degree, "resume", "1 rows a step", "with degree = 4 as saved"),
     Wrong(
         "a log of another program",
         lambda path: read_run(written(path, "step 1\n")), "file.json", "one JSON object a line", "give the metrics.jsonl",
@@ -284,6 +305,11 @@ INPUTS = [
 @pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in INPUTS])
 def test_a_message_says_what_where_and_the_way_out(wrong: Wrong, tmp_path: Path) -> None:
     wrong.check(tmp_path)
+
+
+def test_a_run_goes_on_in_its_folder_or_begins_in_one_where_none_has_made_a_step(tmp_path: Path) -> None:
+    into_the_folder_of_another(tmp_path, "metrics.jsonl", '{"event": "start", "step": 0}\n')
+    into_the_folder_of_another(tmp_path, "checkpoints/latest", "step3", resume=True)
 
 
 def test_the_table_is_long_and_no_case_stands_twice() -> None:

@@ -152,7 +152,17 @@ MODELS = [
         "a folder with half a model",
         saved('{"model_type": "llama", ', as_model), "config.json", "Transformers refuses", "Save the model again",
     ),
+    Wrong(
+        "a model of the hub",
+        lambda _: load_tokenizer(None, "Qwen/Qwen2.5-3B"), "--model Qwen/Qwen2.5-3B", "no such folder here", "hf download Qwen/",
+    ),
+    Wrong(
+        "a model of the hub beside a tokenizer",
+        lambda path: load_tokenizer(str(path), "Qwen/Qwen2.5-3B"), "--model Qwen/", "names of the", "download it",
+    ),
+    Wrong("a tokenizer of the hub", lambda _: load_tokenizer("gpt2", None), "--tokenizer gpt2", "no such folder", "download it"),
     Wrong("no tokenizer", lambda path: load_tokenizer(None, str(path)), "no tokenizer in", "test_", "give --tokenizer a folder"),
+    Wrong("no data", lambda _: load_tokenizer(None, None, "data"), "no tokenizer in", "data/tokenizer", "give --tokenizer"),
     Wrong("half a tokenizer", half_a_tokenizer, "tokenizer", "cannot load", "Save it again"),
     Wrong("a KV cache", lambda _: train(ring(), use_cache=True), "sharded sequence", "KV cache", "without use_cache"),
     Wrong("the last logits", lambda _: train(ring(), logits_to_keep=1), "logits_to_keep", "of a rank's part", "leave it out"),
