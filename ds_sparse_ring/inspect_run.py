@@ -19,7 +19,7 @@ from ds_sparse_ring.inspect_plots import (
     layers_over_steps,
     shares_of_step,
 )
-from ds_sparse_ring.run_log import HeadMapData, MetricsLog, RunHistory, read_history, read_maps
+from ds_sparse_ring.run_log import HeadMapData, RunHistory, log_of, read_history, read_maps
 
 _FACTS = {  # of the last logged line: label, how it is written
     "loss": ("loss (nats a token)", "{:.3f}"),
@@ -60,7 +60,7 @@ def write_page(run: Path, output: Path | None = None) -> Path:
     Raises:
         SparseRingError: no log, nothing logged, or a file that cannot be read or written.
     """
-    log = run / MetricsLog.NAME if run.is_dir() else run
+    log = log_of(run)
     history, maps = read_history(log), read_maps(log.parent)
     page = output or log.parent / "inspect.html"
     try:

@@ -11,7 +11,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.job import Job, Schedule
-from ds_sparse_ring.run_log import MetricsLog, RunLog, read_run
+from ds_sparse_ring.run_log import RunLog, log_of, read_run
 from ds_sparse_ring.units import GIB
 
 
@@ -25,7 +25,7 @@ def print_comparison(log: Path, hardware: str | None) -> None:
     Raises:
         SparseRingError: not the log of a run, or a device without a profile.
     """
-    run = read_run(log / MetricsLog.NAME if log.is_dir() else log)
+    run = read_run(log_of(log))
     name = hardware or profile_of_device(run.job.device)
     if name is None:
         raise SparseRingError(

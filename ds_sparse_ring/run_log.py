@@ -36,6 +36,11 @@ class MetricsLog:
         self._file.flush()
 
 
+def log_of(run: Path) -> Path:
+    """The metrics.jsonl of a run: in its output folder, or the file itself."""
+    return run / MetricsLog.NAME if run.is_dir() else run
+
+
 def has_steps(log: Path) -> bool:
     """Whether a metrics.jsonl holds more than starts: a run that has ended before its first logged step leaves only those."""
     return log.is_file() and any('"event": "start"' not in line for line in log.read_text(encoding="utf-8").splitlines())

@@ -126,8 +126,10 @@ class _BindSequence:
 
     def _check_positions(self, sequence: Sequence) -> None:
         """Warn once, on rank 0. No refusal: there are other ways to make a model fit for longer documents."""
+        if self.warned:
+            return
         positions = positions_of(self.attachment.model.config)
-        if not self.warned and positions is not None and sequence.longest_document > positions:
+        if positions is not None and sequence.longest_document > positions:
             self.warned = True
             if self.attachment.ring.axes.rank == 0:
                 warn_beyond_positions(sequence.longest_document, positions)
