@@ -37,7 +37,7 @@ class ColumnGather:
     def __init__(self, k: Tensor, v: Tensor, index: Index | None, context: SequenceContext) -> None:
         self._kv, self._context = (k, v), context
         self._columns: ColumnKV | None = None
-        self._arriving: tuple[Arrival, Tensor] | None = None
+        self._arriving: tuple[Arrival[Tensor], Tensor] | None = None
         self._index = index if isinstance(index, VerticalSlash) and index.column_values.numel() else None
         if self._index is not None and context.axes.ring_size > 1:
             _Distinct.of(self._index, k.shape[0], context)  # begins to count
@@ -87,7 +87,7 @@ class ColumnReturn:
         self._index, self._context, self._kv_heads = index, context, kv_heads
         self._both = None if columns is None else columns.k.new_zeros(2, *columns.k.shape, dtype=dtype)
         self.rows = None if self._both is None else ColumnKV(self._both[0], self._both[1])
-        self._sums: tuple[Arrival, Tensor] | None = None
+        self._sums: tuple[Arrival[Tensor], Tensor] | None = None
 
     def send(self) -> None:
         """This rank's part is complete. Collective."""

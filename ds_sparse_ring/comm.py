@@ -12,11 +12,11 @@ stop the host, a watch prints the same before NCCL's own watchdog ends the proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ds_sparse_ring.plan import InnerKind, Transfer
 from ds_sparse_ring.watch import StreamPlace, TransferWatch
 
 TAG_KV, TAG_DKV, TAG_KV_AHEAD, TAG_DKV_AHEAD, TAG_ULYSSES = 1, 2, 3, 4, 5  # and those behind the last, one a tensor
+T = TypeVar("T")
 _CARGO = {TAG_KV: "keys and values", TAG_DKV: "their gradients"}
 _CARGO |= {TAG_KV_AHEAD: "keys and values for the next round", TAG_DKV_AHEAD: "a round's gradients"}
 
@@ -132,7 +133,7 @@ class Axes:
             sequence_group=own_group(sequences),
             ring_group=own_group(rings, urgent=True),
             column_group=own_group(rings, urgent=True),
-            ulysses_group=own_group(within),
+            ulysses_group=own_group(within, urgent=True),
             data_group=own_group([list(range(place, world, size)) for place in range(size)]),
             inner_size=inner,
             inner_kind=config.inner,
@@ -175,15 +176,15 @@ class Axes:
                 dist.all_reduce(x, group=self.ring_group)
         return x
 
-    def column_gather(self, x: Tensor) -> Arrival:
+    def column_gather(self, x: Tensor) -> Arrival[Tensor]:
         """Start gathering ``[m, ...]`` from all ranks of a ring of several, beside its transfers: ``[ring_size * m, ...]``."""
         what, out = "gathering columns from the ring", x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
         with self._naming(what, self.column_group):
             work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
         self._watch_work(work, what, self.column_group)
-        return Arrival(out, work, x, self._naming(what, self.column_group))
+        return Arrival(out, [work], x, self._naming(what, self.column_group))
 
-    def column_shares(self, x: Tensor) -> Arrival:
+    def column_shares(self, x: Tensor) -> Arrival[Tensor]:
         """Start a sum over a ring of several ranks of which each gets its share: ``[ring_size * m, ...]`` -> ``[m, ...]``.
 
         It runs beside the ring's transfers. ``x`` is used up.
@@ -197,7 +198,7 @@ class Axes:
                 out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
         self._watch_work(work, what, self.column_group)
-        return Arrival(out, work, x, self._naming(what, self.column_group))
+        return Arrival(out, [work], x, self._naming(what, self.column_group))
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -233,24 +234,28 @@ class Axes:
             dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
         return torch.cat(parts).tolist()
 
-    def swap_shares(self, shares: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Within the Ulysses group ``shares[t][r]`` goes to rank r, ``out[t][r]`` comes from it; the own share stays as it is.
+    def swap_shares(self, shares: Sequence[Sequence[Tensor]]) -> Arrival[list[list[Tensor]]]:
+        """Start exchanging within the Ulysses group: ``shares[t][r]`` goes to rank r, ``out[t][r]`` comes from it.
 
-        All tensors in one launch. An all-to-all of NCCL would copy the own share, too, half of the bytes between two ranks.
+        The own share stays as it is. All tensors in one launch. An all-to-all of NCCL would copy the own share, too, half of the
+        bytes between two ranks.
         """
-        mine, first = self.ulysses_rank, self.rank - self.ulysses_rank
-        received = [[share if r == mine else share.new_empty(of[mine].shape) for r, share in enumerate(of)] for of in shares]
-        with self._waiting("exchanging heads within a Ulysses group", self.ulysses_group):
-            operations = [
-                dist.P2POp(operation, buffer, first + r, self.ulysses_group, TAG_ULYSSES + t)
-                for t, (of, into) in enumerate(zip(shares, received, strict=True))
-                for r in range(self.ulysses_size)
-                if r != mine
-                for operation, buffer in ((dist.isend, of[r].contiguous()), (dist.irecv, into[r]))
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        return received
+        mine, first, what = self.ulysses_rank, self.rank - self.ulysses_rank, "exchanging heads within a Ulysses group"
+        sent = [[share.contiguous() if r != mine else share for r, share in enumerate(of)] for of in shares]
+        received = [[share if r == mine else share.new_empty(of[mine].shape) for r, share in enumerate(of)] for of in sent]
+        operations = [
+            dist.P2POp(operation, buffer, first + r, self.ulysses_group, TAG_ULYSSES + t)
+            for t, (of, into) in enumerate(zip(sent, received, strict=True))
+            for r in range(self.ulysses_size)
+            if r != mine
+            for operation, buffer in ((dist.isend, of[r]), (dist.irecv, into[r]))
+        ]
+        if not operations:
+            return Arrival(received, [], sent, nullcontext())
+        with self._naming(what, self.ulysses_group):
+            works = dist.batch_isend_irecv(operations)
+        self._watch_work(works[-1], what, self.ulysses_group)
+        return Arrival(received, works, sent, self._naming(what, self.ulysses_group))
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
@@ -351,23 +356,24 @@ class Exchange:
         return self._result
 
 
-class Arrival:
-    """A collective operation under way. It holds what this rank gave until the operation is over."""
+class Arrival(Generic[T]):
+    """An operation of a group under way. It holds what this rank gave until the operation is over."""
 
-    def __init__(self, result: Tensor, work: Any, given: Tensor, naming: AbstractContextManager[None]) -> None:
-        self._result, self._work, self._given, self._naming = result, work, [given], naming
+    def __init__(self, result: T, works: list[Any], given: object, naming: AbstractContextManager[None]) -> None:
+        self._result, self._works, self._given, self._naming = result, works, [given], naming
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """The result, as often as asked.
 
         Raises:
             SparseRingError: it took longer than the group's time-out, or a rank is gone.
         """
-        if self._work is not None:
+        if self._works:
             with self._naming:
-                self._work.wait()
-            self._work = None
-            self._given.clear()
+                for work in self._works:
+                    work.wait()
+            self._works = []
+        self._given.clear()
         return self._result
 
 
@@ -394,7 +400,7 @@ def _own_group(groups: list[list[int]], rank: int, timeout: timedelta, *, urgent
     """Create all groups of more than one rank, in the same order on every rank; the one that this rank is in.
 
     Args:
-        urgent: its transfers hide behind attention, whose programs are many and short. On NCCL they run on a stream of high
+        urgent: its transfers hide behind work whose programs are many and short. On NCCL they run on a stream of high
             priority, so that the next multiprocessors that become free are theirs. Otherwise they would begin when every
             program launched before has begun: after the hop, not during it.
     """

@@ -17,6 +17,7 @@ from ds_sparse_ring.memory import (
     Memory,
     column_parts,
     columns_of,
+    exchanges_by_chunks,
     memory_of,
     patterns_of,
     plan_report,
@@ -94,7 +95,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         forward,
         backward,
         index_ms=_index_ms(job, heads, kv_heads, layout.ranks, forward.compute + backward.compute),
-        exchange_ms=_exchange_ms(job, ulysses, local),
+        exchange_ms=_exchange_ms(job, schedule, local),
         columns_ms=_columns_ms(job, heads, kv_heads, layout, forward, backward),
         moved_ms=_moved_ms(job, heads),
         rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
@@ -170,16 +171,23 @@ def _moved_ms(job: Job, heads: int) -> float:
     return columns_of(job, heads) * 2 * job.model.head_size * (2 * _BF16 + _FP32) / rate / 1e6
 
 
-def _exchange_ms(job: Job, ulysses: int, local: int) -> float:
-    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v again in the replay."""
+def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
+    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in the replay.
+
+    Layers that work on chunks wait for one of them each time; the others are under way beside norms and products.
+    """
+    model, ulysses = job.model, schedule.ulysses
     if ulysses == 1:
         return 0.0
-    model = job.model
     kv_heads = max(model.num_key_value_heads, ulysses)
-    qkv = (model.num_attention_heads + 2 * kv_heads) * local * model.head_size * _BF16
-    o = model.num_attention_heads * local * model.head_size * _BF16
-    sent = (2 * (qkv + o) + qkv + 2 * o) * (ulysses - 1) / ulysses
-    return 10 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+    qkv = (model.num_attention_heads + 2 * kv_heads) * model.head_size * _BF16
+    o = model.num_attention_heads * model.head_size * _BF16
+    tokens = local
+    if exchanges_by_chunks(job, schedule):
+        assert job.config.layer_chunk_tokens is not None
+        tokens = min(local, job.config.layer_chunk_tokens)
+    sent = tokens * (3 * qkv + 3 * o) * (ulysses - 1) / ulysses
+    return 6 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
 def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: PassTime, backward: PassTime) -> float:

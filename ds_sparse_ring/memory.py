@@ -238,6 +238,7 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
     kv = gradients if job.config.page_tokens is None or parts > 1 else 0
+    again = 2 * a + kv if schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule) else 0  # q, k, v, o of before
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -245,10 +246,15 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     c = min(chunk, n)
     per_layer = model.layer_parameters / model.num_hidden_layers * job.trained_share
     sums = _FP32 * per_layer
-    whole = 2 * w + a + kv  # gradients of output and input; q, k, v
+    whole = 2 * w + a + kv + again  # gradients of output and input; q, k, v
     after = _BF16 * (n * (whole + a) + c * (norm + 4 * w + 2 * a + mlp)) + columns
     before = _BF16 * (n * (2 * w + a + gradients) + c * (norm + w + 2 * (a + gradients))) + _BF16 * per_layer
     return max(after, _BF16 * n * whole + attention, before) + sums + own_output
+
+
+def exchanges_by_chunks(job: Job, schedule: Schedule) -> bool:
+    """Whether a Ulysses group exchanges heads chunk by chunk: layers in chunks do, with at least as many KV heads as ranks."""
+    return job.config.layer_chunk_tokens is not None and 1 < schedule.ulysses <= job.model.num_key_value_heads
 
 
 def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
@@ -261,10 +267,10 @@ def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
 def _attention(job: Job, schedule: Schedule, n: int) -> float:
     """What attention's backward pass adds to q, k, v, output and its log-sum-exp.
 
-    do and dq (summed in fp32 over hops and parts of columns), with Ulysses groups both twice; sums of dq by the CUDA kernels
-    without either; delta; shards of keys and values and their gradients on the way; with parts beside hops the parts' gradients
-    apart and those of pages whole, in fp32; keys and values of the columns, or of a part of them, with their gradients, on a ring
-    also the distinct rows of these.
+    do and dq (summed in fp32 over hops and parts of columns), both twice where a Ulysses group exchanges them at once; sums of dq
+    by the CUDA kernels without either; delta; shards of keys and values and their gradients on the way; with parts beside hops
+    the parts' gradients apart and those of pages whole, in fp32; keys and values of the columns, or of a part of them, with their
+    gradients, on a ring also the distinct rows of these.
     """
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
@@ -272,8 +278,8 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     ring = job.config.check_degree(job.world) > schedule.ulysses
     heads, kv_heads = model.num_attention_heads // schedule.ulysses, max(1, model.num_key_value_heads // schedule.ulysses)
     parts = column_parts(job, heads)
-    merged = ring or share < 1 or parts > 1
-    elements = 2 * a + (2 * a if merged else 0) + (2 * a if schedule.ulysses > 1 else 0)
+    merged, at_once = ring or share < 1 or parts > 1, schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
+    elements = 2 * a + (2 * a if merged else 0) + (2 * a if at_once else 0)
     elements += 2 * kv * ((ring or share < 1) + (share < 1)) if parts > 1 else 0
     buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     columns = columns_of(job, heads) / parts * 2 * model.head_size * (_BF16 + _FP32)
@@ -286,8 +292,9 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
 
 
 def _choosing(job: Job, schedule: Schedule, n: int) -> float:
-    """The forward pass where a layer's index is chosen: q, k, v, with Ulysses groups twice, and what `memory_selection` counts.
+    """The forward pass where a layer's index is chosen: q, k, v, and what `memory_selection` counts.
 
+    Where a Ulysses group exchanges these at once they are there twice.
     Whole layers hold the normalised input, too. Looking for scores that are not finite takes as much as q twice.
     """
     model, config = job.model, job.config
@@ -301,7 +308,8 @@ def _choosing(job: Job, schedule: Schedule, n: int) -> float:
         keys = _BF16 * kv / 2 / schedule.ulysses * job.tokens
         ranks = config.check_degree(job.world) // schedule.ulysses
         chosen = max(chosen, every_query_bytes(columns, slots_of(job, heads), keys, ranks), _BF16 * n * 2 * a)
-    inputs = (0 if config.layer_chunk_tokens else w) + (a + kv) * (2 if schedule.ulysses > 1 else 1)
+    at_once = schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
+    inputs = (0 if config.layer_chunk_tokens else w) + (a + kv) * (2 if at_once else 1)
     return _BF16 * n * inputs + chosen
 
 

@@ -11,16 +11,19 @@ with an ``"offload"`` section both leave the device. Gradients of weights are su
 function once: hooks on parameters, with which ZeRO reduces gradients, run once per parameter and micro-batch. Under ZeRO-3 a
 layer is a leaf module, gathered once per pass and not for every chunk.
 
-Shapes: n local tokens, c of a chunk, W width, H query heads, K key/value heads, D head size.
+In a Ulysses group a chunk's heads are exchanged while the next chunk is computed; what attention sees has been exchanged.
+
+Shapes: n local tokens, c of a chunk, W width, H query heads, K key/value heads, D head size. h, k, m: heads and tokens that
+attention works on: H, K, n without a Ulysses group, H / u, K / u, u n in one of u ranks.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_arguments
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.slots import checkpoint_context_fn
+from ds_sparse_ring.ulysses import ChunkExchange
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Layers of Transformers that are computed here as they compute themselves; each is trained by a test."""
@@ -205,13 +209,15 @@ class _LayerCall:
     """A layer on a shard: what both passes compute.
 
     Attributes:
-        rotary: cos, sin ``[1, n, D]``. chunks: ranges of local tokens. autocast_dtype: of the caller's autocast, None without.
+        rotary: cos, sin ``[1, n, D]``. context: for attention, heads exchanged or not. chunks: ranges of local tokens.
+        heads: exchanges them chunk by chunk. autocast_dtype: of the caller's autocast, None without.
     """
 
     layer: Any
     rotary: tuple[Tensor, Tensor]
     context: SequenceContext
     chunks: Sequence[slice]
+    heads: ChunkExchange
     device: str
     autocast_dtype: torch.dtype | None
 
@@ -221,15 +227,22 @@ class _LayerCall:
         device, n = x.device.type, x.shape[1]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         chunks = [slice(begin, min(begin + chunk_tokens, n)) for begin in range(0, n, chunk_tokens)]
-        return cls(layer, rotary, context, chunks, device, dtype)
+        axes = context.axes
+        if context.heads_exchanged or layer.self_attn.config.num_key_value_heads < axes.ulysses_size:
+            axes = replace(axes, ulysses_size=1)  # attention itself exchanges, and sums the gradients of heads that ranks share
+        elif axes.ulysses_size > 1:
+            context = replace(context, heads_exchanged=True)
+        return cls(layer, rotary, context, chunks, ChunkExchange(axes, chunks, context.meter), device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x -> y, both ``[1, n, W]``. Of the whole shard exist x, then q, k, v, then o instead of these, then y, too."""
-        o = self._attend(*self._all_qkv(x))
-        y = _Whole(x.shape[1], dim=1)
-        for tokens in self.chunks:
-            y.put(tokens, self._after(x[:, tokens], o[:, tokens]))
-        return y.tensor
+        o, y = self._attend(*self._all_qkv(x)), x
+        for tokens, o_c in zip(self.chunks, self._chunks_of(o), strict=True):
+            y_c = self._after(x[:, tokens], o_c)
+            if tokens.start == 0:
+                y = y_c.new_empty(x.shape)
+            y[:, tokens] = y_c
+        return y
 
     def backward(
         self, x: Tensor, dy: Tensor, replay: AbstractContextManager[None], wants_dx: bool, sums: _WeightGradients
@@ -248,41 +261,46 @@ class _LayerCall:
     def _backward_attention(
         self, x: Tensor, dy: Tensor, dx: Tensor | None, replay: AbstractContextManager[None], sums: _WeightGradients
     ) -> tuple[Tensor, ...]:
-        """dq ``[1, H, n, D]``, dk, dv ``[1, K, n, D]``; dx gets what goes past attention."""
+        """dq ``[1, h, m, D]``, dk, dv ``[1, k, m, D]``; dx gets what goes past attention."""
         qkv = [whole.requires_grad_() for whole in self._all_qkv(x)]
         with replay, torch.enable_grad():
             o = self._attend(*qkv)
         if self.context.page_blocks is not None:  # they are in host memory, and as leaves of the graph they are only asked for
             for whole in qkv[1:]:
                 whole.untyped_storage().resize_(0)
-        do = torch.empty_like(o)  # with o's strides
-        for tokens in self.chunks:
-            x_c, o_c = _leaf(x[:, tokens], dx is not None), _leaf(o[:, tokens], True)
+        (do,) = self.heads.to_heads([do_c] for do_c in self._backward_after(x, o.detach(), dy, dx, sums))
+        # Even if nobody wants what comes out: the replay has begun to gather columns, and ranks of a ring wait for each other.
+        return torch.autograd.grad(o, qkv, do.transpose(0, 1)[None])
+
+    def _backward_after(self, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor | None, sums: _WeightGradients) -> Iterator[Tensor]:
+        """do of one chunk after the other, ``[H, c, D]``."""
+        for tokens, part in zip(self.chunks, self._chunks_of(o), strict=True):
+            x_c, o_c = _leaf(x[:, tokens], dx is not None), _leaf(part, True)
             with torch.enable_grad():
                 y_c = self._after(x_c, o_c)
-            do[:, tokens], dx_c = sums.backward([y_c], [dy[:, tokens]], [o_c, x_c], self._parts_after())
+            do_c, dx_c = sums.backward([y_c], [dy[:, tokens]], [o_c, x_c], self._parts_after())
             if dx is not None:
                 dx[:, tokens] = dx_c
-        # Even if nobody wants what comes out: the replay has begun to gather columns, and ranks of a ring wait for each other.
-        return torch.autograd.grad(o, qkv, do)
+            yield do_c[0].transpose(0, 1)
 
     def _backward_before(self, x: Tensor, dqkv: tuple[Tensor, ...], dx: Tensor | None, sums: _WeightGradients) -> None:
-        for tokens in self.chunks:
+        for tokens, dqkv_c in zip(self.chunks, self.heads.to_tokens([whole[0] for whole in dqkv]), strict=True):
             x_c = _leaf(x[:, tokens], dx is not None)
             with torch.enable_grad():
                 qkv_c = self._qkv(x_c, tokens)
-            (dx_c,) = sums.backward(qkv_c, [whole[:, :, tokens] for whole in dqkv], [x_c], self._parts_before())
+            (dx_c,) = sums.backward(qkv_c, [part[None] for part in dqkv_c], [x_c], self._parts_before())
             if dx is not None:
                 dx[:, tokens] += dx_c
 
     def _all_qkv(self, x: Tensor) -> list[Tensor]:
-        """q ``[1, H, n, D]``, k, v ``[1, K, n, D]``, without a graph."""
-        wholes = [_Whole(x.shape[1], dim=2) for _ in range(3)]
+        """q ``[1, h, m, D]``, k, v ``[1, k, m, D]``, without a graph."""
         with torch.no_grad():
-            for tokens in self.chunks:
-                for whole, part in zip(wholes, self._qkv(x[:, tokens], tokens), strict=True):
-                    whole.put(tokens, part)
-        return [whole.tensor for whole in wholes]
+            parts = ([part[0] for part in self._qkv(x[:, tokens], tokens)] for tokens in self.chunks)
+            return [whole[None] for whole in self.heads.to_heads(parts)]
+
+    def _chunks_of(self, o: Tensor) -> Iterator[Tensor]:
+        """o ``[1, m, h, D]`` -> ``[1, c, H, D]`` for one chunk after the other."""
+        return (part.transpose(0, 1)[None] for (part,) in self.heads.to_tokens([o[0].transpose(0, 1)]))
 
     def _qkv(self, x_c: Tensor, tokens: slice) -> list[Tensor]:
         """x_c ``[1, c, W]`` -> q ``[1, H, c, D]``, k, v ``[1, K, c, D]`` after RoPE, in the dtype that attention works in."""
@@ -299,7 +317,7 @@ class _LayerCall:
         return [y if self.autocast_dtype is None else y.to(self.autocast_dtype) for y in (q, k, v)]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o ``[1, n, H, D]``."""
+        """o ``[1, m, h, D]``."""
         attention = self.layer.self_attn
         with self._autocast():
             return sparse_ring_attention(q, k, v, self.context, layer=attention.layer_idx, scale=attention.scaling)
@@ -362,21 +380,6 @@ class _WeightGradients:
         """The sums in the parameters' dtypes; None for a parameter that was not used."""
         found = ((p, self._sums.pop(id(p), None)) for p in self._trained)
         return [None if total is None else total.to(p.dtype) for p, total in found]
-
-
-class _Whole:
-    """A tensor of all n tokens along ``dim``, filled chunk by chunk; dtype and other sizes are those of the first chunk."""
-
-    tensor: Tensor
-
-    def __init__(self, n: int, dim: int) -> None:
-        self._n, self._dim = n, dim
-
-    def put(self, tokens: slice, part: Tensor) -> None:
-        """Copy a chunk to its place."""
-        if tokens.start == 0:
-            self.tensor = part.new_empty([self._n if i == self._dim else size for i, size in enumerate(part.shape)])
-        self.tensor.narrow(self._dim, tokens.start, tokens.stop - tokens.start).copy_(part)
 
 
 def _leaf(x: Tensor, requires_grad: bool) -> Tensor:

@@ -370,6 +370,11 @@ class TestUnderZero(DistributedTest):
         plan: dict[str, Any] = {"ulysses_degree": 2, "layer_chunk_tokens": 50, "offload": offload}
         check_against_one_process(Run(ZERO["zero3_reduce_scatter"], "every_query", rows=[PADDED], **plan))
 
+    @pytest.mark.world_size(4)
+    def test_in_a_ulysses_group_of_more_ranks_than_kv_heads(self) -> None:
+        plan: dict[str, Any] = {"ulysses_degree": 4, "heads_per_pattern": 1, "layer_chunk_tokens": 30}
+        check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", rows=[PADDED], **plan))
+
     def test_zero3_gathers_a_layer_once_per_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 

@@ -32,12 +32,13 @@ def _created(monkeypatch: pytest.MonkeyPatch, backend: str, **config: Any) -> li
     return created
 
 
-def test_groups_that_carry_keys_and_values_run_at_high_priority_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_whose_transfers_hide_behind_work_run_at_high_priority_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     created = _created(monkeypatch, "nccl", ulysses_degree=2, inner_degree=2)
     high = [ranks for ranks, options in created if options is not None and options.high]
     rings, inner, outer = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert high == [*rings, *rings, *inner, *outer], "the ring's, the columns', the levels'"
-    assert [ranks for ranks, options in created if options is None] == [[*range(8)], [0, 1], [2, 3], [4, 5], [6, 7]]
+    groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert high == [*rings, *rings, *groups, *inner, *outer], "the ring's, the columns', those for heads, the levels'"
+    assert [ranks for ranks, options in created if options is None] == [[*range(8)]]
     every = [options for _, options in created if options is not None]
     assert len({id(options) for options in every}) == len(every), "torch writes the group's name into its options"
 

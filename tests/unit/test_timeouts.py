@@ -116,7 +116,7 @@ class TestARankThatStops(DistributedTest):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "StreamPlace", _Work)  # there is no stream here
             if ulysses == 3:
-                axes.swap_shares([x.chunk(3)])
+                axes.swap_shares([x.chunk(3)]).wait()
             else:
                 arrivals = axes.column_gather(x), axes.column_shares(torch.ones(3, 2))
                 axes.ring_sum(x)
