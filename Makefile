@@ -41,7 +41,8 @@ test-gpu: $(INSTALLED)
 # Each rank has a GPU of its own; tests for which there are too few are skipped, and -rs says so.
 test-gpus: $(INSTALLED)
 	@$(BIN)/python -m pytest -n 4 -rs --nccl tests/gpu/test_every_plan.py tests/unit/test_ring.py tests/unit/test_parity_gradients.py \
-		tests/unit/test_distributed_attention.py tests/unit/test_columns.py tests/unit/test_bench_scaling.py
+		tests/unit/test_distributed_attention.py tests/unit/test_ulysses.py tests/unit/test_chunked_layers.py tests/unit/test_columns.py \
+		tests/unit/test_bench_scaling.py
 
 test-gpu-sanitize: $(INSTALLED)
 	@for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -14,7 +14,7 @@ from ds_sparse_ring.comm import Axes
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.ulysses import ChunkExchange, to_heads, to_tokens
-from tests.common import DistributedTest
+from tests.common import DistributedTest, rank_device
 
 TOKENS, D = 37, 8
 CHUNKS = [slice(0, 15), slice(15, 30), slice(30, TOKENS)]
@@ -30,7 +30,8 @@ class TestExchangeByChunks(DistributedTest):
     def test_equals_the_exchange_at_once(self) -> None:
         axes = _axes()
         generator = torch.Generator().manual_seed(dist.get_rank())
-        tensors = [torch.randn(heads, TOKENS, D, generator=generator) for heads in (6 * axes.ulysses_size, axes.ulysses_size)]
+        heads = 6 * axes.ulysses_size, axes.ulysses_size
+        tensors = [torch.randn(count, TOKENS, D, generator=generator).to(rank_device()) for count in heads]
         exchange = ChunkExchange(axes, CHUNKS, Meter(axes))
         wholes = exchange.to_heads([x.transpose(0, 1).contiguous().transpose(0, 1)[:, c] for x in tensors] for c in CHUNKS)
         expected = to_heads(tensors, axes)
