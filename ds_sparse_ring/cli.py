@@ -7,13 +7,12 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -47,11 +46,8 @@ def _add_benchmark(name: str, summary: str) -> None:
     def command(context: typer.Context) -> None:
         benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         benchmark.command()(importlib.import_module(f"ds_sparse_ring.bench.{name}").main)
-        try:
+        with refusals_end_the_program():
             benchmark(context.args, prog_name=context.command_path, standalone_mode=False)
-        except SparseRingError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
 
 
 for _name, _summary in {
@@ -122,12 +118,9 @@ def config(
     from ds_sparse_ring.config import SparseRingConfig
     from ds_sparse_ring.config_reads import unread
 
-    try:
+    with refusals_end_the_program():
         section = SparseRingConfig.from_deepspeed(file)
         degree = None if world is None else section.check_degree(world)
-    except SparseRingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     console = Console()
     hidden = unread(section.selector)
     console.print(_section_table(section, str(file), hidden))
@@ -146,11 +139,8 @@ def inspect(
     """Write one HTML page about a run: curves, layers, hops, and attention maps with their index."""
     from ds_sparse_ring.inspect_run import write_page
 
-    try:
+    with refusals_end_the_program():
         print(write_page(run, output))
-    except SparseRingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -176,7 +166,7 @@ def plan(
     from ds_sparse_ring.plan_report import parse_tokens, print_longest, print_plan, read_job
 
     given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    try:
+    with refusals_end_the_program():
         if compare is None:
             if max_seq and (idle := sorted(given & {"seq", "timeline"})):
                 raise SparseRingError(f"plan: --max-seq finds the length itself: leave out --{', --'.join(idle)}")
@@ -188,9 +178,6 @@ def plan(
                 f"plan: --compare takes all but --hardware from the log: leave out --{', --'.join(idle).replace('_', '-')}"
             )
         print_comparison(compare, hardware if "hardware" in given else None)
-    except SparseRingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def _section_table(section: BaseModel, title: str, hidden: tuple[str, ...]) -> Table:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from transformers import HfArgumentParser, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations.deepspeed import save_pretrained
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
+from ds_sparse_ring.integrations.deepspeed import join_ranks, save_pretrained
 from ds_sparse_ring.integrations.trainer import SparseRingTrainer
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
 from ds_sparse_ring.train.rows import PackedCollator, open_rows
@@ -51,11 +50,12 @@ def main() -> None:
     """Parse the command line, train, evaluate and save."""
     classes: Any = (ModelArguments, DataArguments, TrainingArguments)
     model_args, data_args, args = HfArgumentParser(classes).parse_args_into_dataclasses()
-    trainer, tokenizer = build_trainer(model_args, data_args, args)
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
-    if trainer.eval_dataset is not None:
-        trainer.save_metrics("eval", trainer.evaluate())
-    save_pretrained(trainer.deepspeed, Path(args.output_dir) / "model", tokenizer)
+    with refusals_end_the_program():
+        trainer, tokenizer = build_trainer(model_args, data_args, args)
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+        if trainer.eval_dataset is not None:
+            trainer.save_metrics("eval", trainer.evaluate())
+        save_pretrained(trainer.deepspeed, Path(args.output_dir) / "model", tokenizer)
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         raise SparseRingError('give --deepspeed a JSON file with a section "sparse_ring", such as ds_configs/zero3.json')
     set_seed(args.seed)
     _ = args.device  # sets up torch.distributed; DeepSpeed needs its own view of it before ZeRO-3 partitions the model
-    deepspeed.init_distributed()
+    join_ranks()
     tokenizer = load_tokenizer(model_args.tokenizer, model_args.model, data_args.data)
     data = open_rows(
         data_args.data,

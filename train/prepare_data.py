@@ -8,7 +8,6 @@ script of your own (docs/how-to/packing.md).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
 from ds_sparse_ring.train.data import load_documents, tokenize
 from ds_sparse_ring.train.model import load_tokenizer
 from ds_sparse_ring.train.rows import Summary, available_cores, packed_dataset, save_prepared, summarize
@@ -40,7 +39,7 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes that tokenize; 0: one for each core.")] = 0,
 ) -> None:
     """Tokenize documents, pack them into rows block by block, and write the rows with a summary."""
-    try:
+    with refusals_end_the_program():
         if output.is_dir() and any(output.iterdir()):
             raise SparseRingError(f"--output: {output} is not empty; remove it or choose another folder")
         words = load_tokenizer(tokenizer or None, None)
@@ -56,9 +55,6 @@ def main(
         tokens = tokenize(load_documents(text or []), words, workers=workers)  # from the cache
         summary = summarize(np.asarray(tokens.with_format("numpy")["length"]), data, words)
         save_prepared(output, data, summary, words)
-    except SparseRingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     print_summary(summary, output)
 
 

@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,8 +28,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from ds_sparse_ring.batch import IGNORE, causal_triangle
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
-from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations.deepspeed import Setup, initialize, loss_scale, print_setup, save_pretrained
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
+from ds_sparse_ring.integrations.deepspeed import Setup, initialize, join_ranks, loss_scale, print_setup, save_pretrained
 from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
@@ -132,7 +131,8 @@ def main() -> None:
     """Parse the command line and train."""
     arguments: Any = PretrainArguments
     (args,) = HfArgumentParser(arguments).parse_args_into_dataclasses()
-    Pretraining(args).run()
+    with refusals_end_the_program():
+        Pretraining(args).run()
 
 
 class Pretraining:
@@ -141,7 +141,7 @@ class Pretraining:
     def __init__(self, args: PretrainArguments) -> None:
         self.args = args
         args.check_output()
-        deepspeed.init_distributed()
+        join_ranks()
         if args.local_rank >= 0:
             get_accelerator().set_device(args.local_rank)
         set_seed(args.seed)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ds_sparse_ring.config import SparseRingConfig
-from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
 from ds_sparse_ring.plan_report import parse_tokens
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -32,7 +31,7 @@ def main(
     """Evaluate a model on one process. Prompts are attended to densely or, with --sparse, by an index; replies densely."""
     from rich.console import Console
 
-    try:
+    with refusals_end_the_program():
         if importlib.util.find_spec("lm_eval") is None:
             raise SparseRingError('eval: lm-eval is not installed: pip install ".[eval]" in the folder of this repository')
         from ds_sparse_ring.eval.run import Evaluation, evaluate, table_of
@@ -48,9 +47,6 @@ def main(
             dtype=dtype,
         )
         lines = evaluate(job)
-    except SparseRingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     Console(width=None if Console().is_terminal else 120).print(table_of(lines))
     if output is not None:
         output.write_text(json.dumps(lines, indent=2), encoding="utf-8")

@@ -8,6 +8,9 @@ divide by different numbers.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -29,6 +33,20 @@ from ds_sparse_ring.kernels import GPU_BACKENDS
 from ds_sparse_ring.kernels.dense import DenseCase, find_dense
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.units import GIB
+
+
+def join_ranks() -> None:
+    """``deepspeed.init_distributed`` of a program that a launcher has started; nothing if the ranks have met already.
+
+    Raises:
+        SparseRingError: no launcher has, and there is no MPI, which DeepSpeed would ask then.
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
+        raise SparseRingError(
+            f"no launcher has started this process: start it by deepspeed --num_gpus N {sys.argv[0]} ... (without a GPU "
+            "DS_ACCELERATOR=cpu deepspeed --num_accelerators N), or by torch.distributed.run"
+        )
+    deepspeed.init_distributed()
 
 
 def initialize(

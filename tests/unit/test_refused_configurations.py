@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.disk import DiskFile
 from ds_sparse_ring.ds_json import load_ds_json, resolve_auto
+from ds_sparse_ring.errors import SparseRingError, refusals_end_the_program
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.integrations.deepspeed import Setup, initialize
 from ds_sparse_ring.integrations.trainer import SparseRingTrainer
@@ -18,6 +20,7 @@ from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.job import states_of
 from ds_sparse_ring.plan_report import parse_tokens, read_job
 from ds_sparse_ring.runtime import SparseRing
+from ds_sparse_ring.train import finetune, pretrain
 from ds_sparse_ring.train.pretrain import PretrainArguments
 from tests.unit.parity_model import tiny_model
 
@@ -213,3 +216,26 @@ def test_a_message_says_what_where_and_the_way_out(wrong: Wrong, tmp_path: Path,
 
 def test_the_table_is_long_and_no_case_stands_twice() -> None:
     assert len({case.name for case in CONFIGURATIONS}) == len(CONFIGURATIONS) >= 20
+
+
+@pytest.mark.parametrize(("program", "words"), [(pretrain, []), (finetune, ["--model", "no-such-folder"])])
+def test_a_program_ends_with_the_message_of_a_refusal(
+    program: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--deepspeed", str(tmp_path / "no.json")] if program is pretrain else ["--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["program", *own, *words])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        program.main()
+    told = capsys.readouterr().err
+    assert "error: " in told and ("deepspeed --num_gpus N program" if program is pretrain else "--deepspeed") in told
+    assert "Traceback" not in told
+
+
+def test_of_several_ranks_each_one_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(SystemExit), refusals_end_the_program():
+        raise SparseRingError("no room: use more")
+    assert capsys.readouterr().err == "[rank 2] error: no room: use more\n"
