@@ -8,6 +8,7 @@ or a swizzle that is wrong are found without a GPU. What it cannot find: whether
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -68,10 +69,9 @@ class EmulatedOp:
         """See ``forward`` in bindings.cpp."""
         heads, kv_heads, shared = q.shape[0], k.shape[0], tables.heads_per_pattern
         columns = tables.columns if column_k is not None else []
-        pairs_heads = shared % 2 == 0 and heads // kv_heads % 2 == 0
         output = 2 if not overwrite else 1 if o.dtype == torch.float32 else 0
         numbers = [q.dtype == torch.float16, q.shape[2], heads, kv_heads, tables.q_blocks, tables.k_blocks, shared]
-        numbers += [pairs_heads, output, tables.full, tables.own, tables.base, tables.q_stride, tables.q_start]
+        numbers += [math.gcd(shared, heads // kv_heads), output, tables.full, tables.own, tables.base, tables.q_stride, tables.q_start]
         numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
         numbers += [tables.segments.data_ptr(), tables.q_segment.data_ptr(), 0 if tables.bits is None else tables.bits.data_ptr()]
         numbers += [x.data_ptr() for x in tables.lists] or [0] * 2

@@ -11,27 +11,28 @@ namespace {
 
 const ForwardArguments* arguments;
 
-template <Element kElement, int kHeadSize, Output kOutput>
+template <Element kElement, class Form, Output kOutput>
 void body() {
-  const Ring<kHeadSize> ring(block.shared);
+  const Ring<Form> ring(block.shared);
   const int warpgroup = block.thread / 128;
-  if (warpgroup == kHalves)
-    Producer<kHeadSize>(*arguments, ring).run();
+  if (warpgroup == Form::parts)
+    Producer<Form>(*arguments, ring).run();
   else
-    Consumer<kElement, kHeadSize>(arguments->problem, ring, warpgroup).template run<kOutput>();
+    Consumer<kElement, Form>(arguments->problem, ring, warpgroup).template run<kOutput>();
   block.fibers[block.thread].done = true;
   for (;;) emulation::yield();
 }
 
-template <Element kElement, int kHeadSize>
+template <Element kElement, class Form>
 void launch() {
-  block.memory.assign(Ring<kHeadSize>::bytes + 2 * kAlignment, 0);
+  block.memory.assign(Ring<Form>::bytes + 2 * kAlignment, 0);
   block.shared = block.memory.data() + (kAlignment - reinterpret_cast<uintptr_t>(block.memory.data()) % kAlignment) % kAlignment;
   barriers.clear(), copies.clear(), products.assign(emulation::kThreads, {});
-  Ring<kHeadSize>(block.shared).init();
-  void (*const bodies[])() = {body<kElement, kHeadSize, kWriteElement>, body<kElement, kHeadSize, kWriteFloat>,
-                              body<kElement, kHeadSize, kMergeFloat>};
-  emulation::run(384, bodies[arguments->problem.output], [](int thread) { return thread < kHalves * 128 + 32; }, land_copies);
+  Ring<Form>(block.shared).init();
+  void (*const bodies[])() = {body<kElement, Form, kWriteElement>, body<kElement, Form, kWriteFloat>,
+                              body<kElement, Form, kMergeFloat>};
+  constexpr int kThreads = Form::parts * 128 + 32;
+  emulation::run(kThreads, bodies[arguments->problem.output], [](int) { return true; }, land_copies);
 }
 
 const BackwardArguments* backward_arguments;
@@ -120,10 +121,10 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
   ForwardProblem& p = a.problem;
   Tables& t = p.tables;
   Numbers x{given};
-  int element, pairing, output;
+  int element, output;
   x.into(element), x.into(p.head_size), x.into(p.heads), x.into(p.kv_heads), x.into(p.q_blocks), x.into(p.k_blocks);
-  x.into(p.heads_per_pattern), x.into(pairing), x.into(output);
-  p.element = static_cast<Element>(element), p.pairing = static_cast<Pairing>(pairing), p.output = static_cast<Output>(output);
+  x.into(p.heads_per_pattern), x.into(p.heads_together), x.into(output);
+  p.element = static_cast<Element>(element), p.output = static_cast<Output>(output);
   x.into(t.full), x.into(t.own), x.into(t.base), x.into(t.q_stride), x.into(t.q_start), x.into(t.patterns), x.into(t.words);
   x.into(t.column_words), x.into(t.segments), x.into(t.q_segment), x.into(t.bits);
   x.into(t.list_ptr), x.into(t.list_values);
@@ -137,9 +138,9 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
   p.next_tile = &next_tile;
   arguments = &a;
   if (p.element == kBfloat16)
-    p.head_size == 64 ? launch<kBfloat16, 64>() : launch<kBfloat16, 128>();
+    p.head_size == 64 ? launch<kBfloat16, FormOf<64, 2>>() : launch<kBfloat16, FormOf<128, 2>>();
   else
-    p.head_size == 64 ? launch<kFloat16, 64>() : launch<kFloat16, 128>();
+    p.head_size == 64 ? launch<kFloat16, FormOf<64, 2>>() : launch<kFloat16, FormOf<128, 2>>();
   return block.failure.c_str();
 }
 

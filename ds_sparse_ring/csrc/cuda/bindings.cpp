@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -142,8 +143,7 @@ void forward(const HopTables& index, const Tensor& q_given, const Tensor& k_give
   p.heads = heads, p.kv_heads = kv_heads, p.q_blocks = index.q_blocks, p.k_blocks = index.k_blocks;
   p.heads_per_pattern = index.heads_per_pattern;
   p.scale_log2 = static_cast<float>(scale * kLog2e);
-  // two heads that share a pattern read the same keys, two blocks of one head do not
-  p.pairing = index.heads_per_pattern % kHalves == 0 && heads / kv_heads % kHalves == 0 ? kPairHeads : kPairBlocks;
+  p.heads_together = std::gcd(index.heads_per_pattern, static_cast<int>(heads / kv_heads));
   p.output = output_of(o, overwrite);
   const Tensor next_tile = at::empty({1}, o.options().dtype(at::kInt));
   p.next_tile = next_tile.mutable_data_ptr<int32_t>();

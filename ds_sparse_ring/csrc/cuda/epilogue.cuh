@@ -30,14 +30,14 @@ __device__ __forceinline__ void write_row(const ForwardProblem& p, int head, int
 }
 
 template <Element kElement, Output kOutput, int kSums>
-__device__ __forceinline__ void write_half(const ForwardProblem& p, const Half& half, const float (&o)[kSums],
+__device__ __forceinline__ void write_part(const ForwardProblem& p, const Part& part, const float (&o)[kSums],
                                            const Softmax& softmax) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = quad_sum(softmax.total[r]);
-    const int64_t row = static_cast<int64_t>(half.block) * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
-    float* lse_at = p.lse + half.head * p.lse_head + row;
+    const int64_t row = static_cast<int64_t>(part.block) * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
+    float* lse_at = p.lse + part.head * p.lse_head + row;
     const bool some = total > 0.0f;
     float lse = some ? softmax.largest[r] * kLn2 + logf(total) : total != total ? total : minus_infinity();
     float factor = some ? 1.0f / total : total != total ? total : 0.0f, old_factor = 0.0f;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void write_half(const ForwardProblem& p, const Half& 
       old_factor = old_weight * inverse;
       lse = weights > 0.0f ? reference + logf(weights) : minus_infinity();
     }
-    write_row<kElement, kOutput>(p, half.head, row, o, r, factor, old_factor);
+    write_row<kElement, kOutput>(p, part.head, row, o, r, factor, old_factor);
     if (lane % 4 == 0) *lse_at = lse;
   }
 }

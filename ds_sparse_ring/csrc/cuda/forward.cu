@@ -1,13 +1,12 @@
 // Vertical-slash attention, forward: maps for the copy engine, and which kernel does it.
 #include "forward.cuh"
 #include "tensor_map.cuh"
-#include "tile_scheduler.cuh"
 
 namespace ds_sparse_ring {
 
 cudaError_t launch_forward(const ForwardProblem& p, int multiprocessors, cudaStream_t stream) {
   const int64_t q_rows = int64_t{p.q_blocks} * kBlock, k_rows = int64_t{p.k_blocks} * kBlock;
-  if (p.heads % p.kv_heads || (p.pairing == kPairHeads && p.heads / p.kv_heads % kHalves)) return cudaErrorInvalidValue;
+  if (p.heads % p.kv_heads || p.heads / p.kv_heads % p.heads_together) return cudaErrorInvalidValue;
   static const Encoder encoder = find_encoder();
   if (encoder.error != cudaSuccess) return encoder.error;
   const auto encode = [&](CUtensorMap* map, const void* data, int64_t rows, int64_t row_stride, int64_t heads, int64_t head_stride) {

@@ -1,7 +1,7 @@
-// A warpgroup: attention of its half (64 rows) of one tile after the other over the stages that it reads; others it gives back.
+// A warpgroup: attention of its part (64 rows) of one tile after the other over the stages that it reads; others it gives back.
 //
-// While the softmax of a block runs, the product of the block before with its values is on the matrix units, and the other
-// warpgroup's products fill what is left.
+// Either, while the softmax of a block runs, the product of the block before with its values is on the matrix units, and the other
+// warpgroup's products fill what is left; or nothing overlaps within a warpgroup, and more of them fill each other's gaps.
 #pragma once
 
 #include "epilogue.cuh"
@@ -14,32 +14,33 @@ namespace ds_sparse_ring {
 
 enum Found { kKeys, kTileEnds, kFull };
 
-// A half's queries, as the first operand of q k^T.
-template <int kHeadSize>
+// A part's queries, as the first operand of q k^T.
+template <int kHeadSize, bool kInRegisters>
 struct Queries {
   uint32_t steps[kHeadSize / 16][4];
 };
 
-template <>
-struct Queries<64> {
+template <int kHeadSize>
+struct Queries<kHeadSize, false> {
   uint32_t tile;  // where they stand in shared memory
 };
 
-template <Element kElement, int kHeadSize>
+template <Element kElement, class Form>
 struct Consumer {
-  using Stages = Ring<kHeadSize>;
-  static constexpr int kSums = kHeadSize / 2;  // of o, a thread's
+  using Stages = Ring<Form>;
+  using PartQueries = Queries<Form::head_size, Form::query_buffers == 0>;
+  static constexpr int kSums = Form::head_size / 2;  // of o, a thread's
   static constexpr uint32_t kNoStage = Stages::stage_count;
 
   const ForwardProblem& p;
   const Stages& ring;
-  const int half;
+  const int part;
   Place<Stages::stage_count> place;     // the next stage; once `flags` are read, the current one
   Place<Stages::query_buffers> buffer;  // of this tile's queries
   uint32_t flags;
 
   __device__ __forceinline__ Consumer(const ForwardProblem& problem, const Stages& r, int h)
-      : p(problem), ring(r), half(h), flags(0) {}
+      : p(problem), ring(r), part(h), flags(0) {}
 
   __device__ __forceinline__ uint32_t stage_address(uint32_t stage) const { return ring.stages + stage * Stages::stage_bytes; }
 
@@ -54,12 +55,12 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * stage);
   }
 
-  // Waits for the next stage that this half reads, or for the end of the tile; stages between are given back unread. `held`: a
-  // stage that this half still needs. The ring must not come round to it, because the copies behind it would wait for this
-  // half.
+  // Waits for the next stage that this part reads, or for the end of the tile; stages between are given back unread. `held`: a
+  // stage that this part still needs. The ring must not come round to it, because the copies behind it would wait for this
+  // part.
   __device__ __forceinline__ Found next(uint32_t held) {
     wait();
-    while (!(flags & (kBoundary | kUsed << half))) {
+    while (!(flags & (kBoundary | kUsed << part))) {
       release(place.stage);
       place.advance();
       if (place.stage == held) return kFull;
@@ -69,10 +70,10 @@ struct Consumer {
   }
 
   // from the current stage, which is given back, or from their buffer, until `end_tile`
-  __device__ __forceinline__ void take_queries(Queries<kHeadSize>& q) const {
+  __device__ __forceinline__ void take_queries(PartQueries& q) const {
     if constexpr (Stages::query_buffers > 0) {
       release(place.stage);
-      q.tile = ring.queries + buffer.stage * Stages::stage_bytes + half * Stages::tile_bytes;
+      q.tile = ring.queries + buffer.stage * Stages::query_bytes + part * Stages::tile_bytes;
       barrier_wait(ring.queries_full + 8 * buffer.stage, buffer.phase, buffer.stage | 0x300);
     } else {
       load_queries(q.steps);
@@ -92,7 +93,7 @@ struct Consumer {
   template <int kSteps>
   __device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    const uint32_t at = stage_address(place.stage) + half * Stages::tile_bytes + row * 128;
+    const uint32_t at = stage_address(place.stage) + part * Stages::tile_bytes + row * 128;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int unit = 2 * (step % 4) + lane / 16;
@@ -101,23 +102,23 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void mask(float (&s)[32]) const {
-    if (flags & kCausal << half) mask_causal(s);
+    if (flags & kCausal << part) mask_causal(s);
     if (flags & kMasked) {
       const Note& note = ring.notes[place.stage];
-      const uint32_t keys[2] = {note.mask[half][0], note.mask[half][1]};
+      const uint32_t keys[2] = {note.mask[part][0], note.mask[part][1]};
       if ((keys[0] & keys[1]) != 0xFFFFFFFFu) mask_keys(s, keys);
     }
   }
 
-  __device__ __forceinline__ void scores(const Queries<kHeadSize>& q, float (&s)[32]) const {
+  __device__ __forceinline__ void scores(const PartQueries& q, float (&s)[32]) const {
     if constexpr (Stages::query_buffers > 0)
-      product_over_dims<kElement, kHeadSize>(s, q.tile, stage_address(place.stage));
+      product_over_dims<kElement, Form::head_size>(s, q.tile, stage_address(place.stage));
     else
       score_product<kElement>(s, q.steps, stage_address(place.stage));
   }
 
   // raw scores of the current stage, with nothing else on the matrix units
-  __device__ __forceinline__ void first_scores(const Queries<kHeadSize>& q, float (&s)[32]) const {
+  __device__ __forceinline__ void first_scores(const PartQueries& q, float (&s)[32]) const {
     products_begin();
     scores(q, s);
     products_commit();
@@ -138,18 +139,18 @@ struct Consumer {
   }
 
   // all stages of a tile; ends with the boundary that follows it as the current stage
-  __device__ __forceinline__ void attend(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
+  __device__ __forceinline__ void attend(const PartQueries& q, float (&o)[kSums], Softmax& softmax) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) o[i] = 0.0f;
     softmax.begin();
-    if constexpr (Stages::blocks > 1)
-      attend_in_turn(q, o, softmax);
-    else
+    if constexpr (Form::overlapped)
       attend_overlapped(q, o, softmax);
+    else
+      attend_in_turn(q, o, softmax);
   }
 
-  // one product after the other: the three other warpgroups of a multiprocessor fill the time
-  __device__ __forceinline__ void attend_in_turn(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
+  // one product after the other: the other warpgroups of a multiprocessor fill the time
+  __device__ __forceinline__ void attend_in_turn(const PartQueries& q, float (&o)[kSums], Softmax& softmax) {
     float s[32];
     uint32_t weights[4][4];
     while (next(kNoStage) == kKeys) {
@@ -164,7 +165,7 @@ struct Consumer {
   }
 
   // the values of a block beside the scores of the next one and their softmax
-  __device__ __forceinline__ void attend_overlapped(const Queries<kHeadSize>& q, float (&o)[kSums], Softmax& softmax) {
+  __device__ __forceinline__ void attend_overlapped(const PartQueries& q, float (&o)[kSums], Softmax& softmax) {
     float s[32];
     uint32_t weights[4][4];
     while (next(kNoStage) == kKeys) {
@@ -203,11 +204,11 @@ struct Consumer {
 
   template <Output kOutput>
   __device__ __forceinline__ void run() {
-    const TileScheduler scheduler(p);
+    const TileScheduler<Form::parts> scheduler(p);
     wait();
     while (!(flags & kEnd)) {
-      const Half mine = scheduler.half_of(ring.notes[place.stage].tile, half);
-      Queries<kHeadSize> q;
+      const Part mine = scheduler.part_of(ring.notes[place.stage].tile, part);
+      PartQueries q;
       take_queries(q);
       place.advance();
 
@@ -215,7 +216,7 @@ struct Consumer {
       Softmax softmax;
       attend(q, o, softmax);
       end_tile();
-      if (mine.valid) write_half<kElement, kOutput>(p, mine, o, softmax);
+      if (mine.valid) write_part<kElement, kOutput>(p, mine, o, softmax);
     }
   }
 };

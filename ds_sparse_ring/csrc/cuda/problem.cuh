@@ -14,10 +14,6 @@ namespace ds_sparse_ring {
 
 constexpr int kBlock = 64;
 constexpr int kHeadSize = 128;
-constexpr int kHalves = 2;  // rows of a tile: one half for each of two warpgroups
-
-// What the two halves of a tile are: query blocks 2 i and 2 i + 1 of one head, or one query block of heads 2 j and 2 j + 1.
-enum Pairing : int { kPairBlocks = 0, kPairHeads = 1 };
 
 struct Tables {
   int full;                    // 1: all earlier blocks of the document are active, `bits` is not read
@@ -51,10 +47,10 @@ struct ForwardProblem {
   float* lse;  // [H, n * 64] natural logarithm, heads lse_head apart
   int64_t o_head, o_row, lse_head;
   int heads, kv_heads, q_blocks, k_blocks, heads_per_pattern;
+  int heads_together;  // that share both a pattern and a KV head, from each multiple of this number on
   float scale_log2;  // softmax scale * log2(e)
   Element element;  // of q, k, v and the columns
   int head_size;
-  Pairing pairing;
   Output output;
   int32_t* next_tile;  // device memory, 4 bytes; the launch sets it to 0
   Tables tables;

@@ -8,9 +8,10 @@
 
 namespace ds_sparse_ring {
 
-template <int kHeadSize>
+template <class Form>
 struct Producer {
-  using Stages = Ring<kHeadSize>;
+  using Stages = Ring<Form>;
+  using FormTile = Tile<Form::parts>;
 
   const ForwardArguments& a;
   const Stages& ring;
@@ -31,18 +32,18 @@ struct Producer {
 
   __device__ __forceinline__ void copy_tile(uint32_t into, const CUtensorMap* map, uint32_t arrival, int row, int head) const {
 #pragma unroll
-    for (int box = 0; box < kHeadSize / 64; ++box) copy_box(into + box * kBoxBytes, map, arrival, 64 * box, row, head);
+    for (int box = 0; box < Form::head_size / 64; ++box) copy_box(into + box * kBoxBytes, map, arrival, 64 * box, row, head);
   }
 
-  __device__ __forceinline__ void copy_queries(uint32_t into, uint32_t arrival, const Tile& tile) const {
+  __device__ __forceinline__ void copy_queries(uint32_t into, uint32_t arrival, const FormTile& tile) const {
     if (!leader) return;
-    barrier_arrive_expect(arrival, Stages::stage_bytes);
+    barrier_arrive_expect(arrival, Stages::query_bytes);
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h)  // what lies behind the last query reads as 0
-      copy_tile(into + h * Stages::tile_bytes, &a.q, arrival, tile.half[h].block * kBlock, tile.half[h].head);
+    for (int h = 0; h < Form::parts; ++h)  // what lies behind the last query reads as 0
+      copy_tile(into + h * Stages::tile_bytes, &a.q, arrival, tile.part[h].block * kBlock, tile.part[h].head);
   }
 
-  __device__ __forceinline__ void push_queries(int number, const Tile& tile) {
+  __device__ __forceinline__ void push_queries(int number, const FormTile& tile) {
     const uint32_t stage = acquire();
     if (leader) {
       ring.notes[place.stage].flags = kQueries;
@@ -53,7 +54,7 @@ struct Producer {
     } else {
       if (leader) barrier_arrive(barrier());  // at once: the note ends the tile before, which may hold the buffer
       barrier_wait(ring.queries_empty + 8 * buffer.stage, buffer.phase ^ 1, buffer.stage | 0x200);
-      copy_queries(ring.queries + buffer.stage * Stages::stage_bytes, ring.queries_full + 8 * buffer.stage, tile);
+      copy_queries(ring.queries + buffer.stage * Stages::query_bytes, ring.queries_full + 8 * buffer.stage, tile);
       buffer.advance();
     }
     place.advance();
@@ -76,7 +77,7 @@ struct Producer {
       note.flags = flags;
       if (mask) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
+        for (int i = 0; i < 2 * Form::parts; ++i) note.mask[i / 2][i % 2] = mask[i / 2][i % 2];
       }
       barrier_arrive_expect(barrier(), Stages::stage_bytes);
       copy_tile(stage, k, barrier(), row, head);
@@ -93,9 +94,9 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     const ForwardProblem& p = a.problem;
-    const TileScheduler scheduler(p);
+    const TileScheduler<Form::parts> scheduler(p);
     for (int number = next_tile(); number < scheduler.tiles;) {
-      const Tile tile = scheduler.tile_of(number);
+      const FormTile tile = scheduler.tile_of(number);
       push_queries(number, tile);
       number = next_tile();
       const auto push = [&](int key, uint32_t flags) { push_keys(&a.k, &a.v, key * kBlock, tile.kv_head, flags, nullptr); };
@@ -103,10 +104,12 @@ struct Producer {
         for_each_listed_block(p, tile, push);
         continue;
       }
-      const HalfReads half[kHalves] = {reads_of(p, tile.half[0]), reads_of(p, tile.half[1])};
-      for_each_block(p, half, push);
+      PartReads part[Form::parts];
+#pragma unroll
+      for (int h = 0; h < Form::parts; ++h) part[h] = reads_of(p, tile.part[h]);
+      for_each_block(p, part, push);
       if (p.tables.column_ptr)
-        for_each_column_tile(p, half, [&](int64_t row, uint32_t flags, const uint32_t (&mask)[kHalves][2]) {
+        for_each_column_tile(p, part, [&](int64_t row, uint32_t flags, const uint32_t (&mask)[Form::parts][2]) {
           push_keys(&a.column_k, &a.column_v, static_cast<int>(row), 0, flags, mask);
         });
     }

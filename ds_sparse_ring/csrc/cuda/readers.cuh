@@ -102,7 +102,7 @@ __device__ __forceinline__ void for_each_reader(const BackwardProblem& p, int ke
 template <class Use>
 __device__ __forceinline__ void for_each_listed_reader(const BackwardProblem& p, int key, int segment, int pattern, Use use) {
   const Tables& t = p.tables;
-  const int mine = key + static_cast<int>(thread_now() % 32) / kHalfLanes;  // the key block of the lane's half
+  const int mine = key + static_cast<int>(thread_now() % 32) / kListLanes<2>;  // the key block of the lane's half
   const int from = t.segments[3 * segment], to = t.segments[3 * segment + 1];
   int first = 0, end = 0, own = -1;  // its own query block comes first
   if (mine < p.k_blocks) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void for_each_listed_reader(const BackwardProblem& p,
     const int block = i < end ? t.reader_values[i] : kBehindAll;
     return block < to ? block : kBehindAll;
   };
-  for_each_of_either(own, first, entry, [&](int block, uint32_t halves) {
+  for_each_of_any<2>(own, first, entry, [&](int block, uint32_t halves) {
     const uint32_t owns = block == key - t.base ? 1 : block == key + 1 - t.base ? 2 : 0;
     use(block, halves * kReads | (t.own ? halves & owns : 0) * kOwnBlock);
   });
