@@ -138,9 +138,9 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
   p.next_tile = &next_tile;
   arguments = &a;
   if (p.element == kBfloat16)
-    p.head_size == 64 ? launch<kBfloat16, FormOf<64, 2>>() : launch<kBfloat16, FormOf<128, 2>>();
+    p.head_size == 64 ? launch<kBfloat16, LaunchedForm<64>>() : launch<kBfloat16, LaunchedForm<128>>();
   else
-    p.head_size == 64 ? launch<kFloat16, FormOf<64, 2>>() : launch<kFloat16, FormOf<128, 2>>();
+    p.head_size == 64 ? launch<kFloat16, LaunchedForm<64>>() : launch<kFloat16, LaunchedForm<128>>();
   return block.failure.c_str();
 }
 

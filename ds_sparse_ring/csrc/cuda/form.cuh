@@ -33,4 +33,20 @@ struct FormOf<128, 2> {
   static constexpr int producer_registers = 56, consumer_registers = 224;  // 128 * (56 + 2 * 224) of 65536
 };
 
+// One copy of keys and values serves up to 192 rows. Registers hold no queries beside three warpgroups' sums, and need not hold
+// two steps at a time: while one warpgroup waits, the two others compute.
+template <>
+struct FormOf<128, 3> {
+  static constexpr int head_size = 128, parts = 3;
+  static constexpr int blocks = 1;
+  static constexpr int query_buffers = 2;
+  static constexpr bool overlapped = false;
+  static constexpr int threads = (parts + 1) * 128;
+  static constexpr int producer_registers = 56, consumer_registers = 152;  // 128 * (56 + 3 * 152) of 65536
+};
+
+// the form of a launch
+template <int kHeadSize>
+using LaunchedForm = FormOf<kHeadSize, kHeadSize == 128 ? 3 : 2>;
+
 }  // namespace ds_sparse_ring

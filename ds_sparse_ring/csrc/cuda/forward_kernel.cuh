@@ -55,7 +55,7 @@ cudaError_t launch_form(const ForwardArguments& a, int multiprocessors, cudaStre
 
 template <Element kElement, int kHeadSize>
 cudaError_t launch_forward(const ForwardArguments& a, int multiprocessors, cudaStream_t stream) {
-  return launch_form<kElement, FormOf<kHeadSize, 2>>(a, multiprocessors, stream);
+  return launch_form<kElement, LaunchedForm<kHeadSize>>(a, multiprocessors, stream);
 }
 
 }  // namespace ds_sparse_ring
