@@ -88,6 +88,11 @@ void product_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accu
   products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 64, kElement, 0});
 }
 
+template <Element kElement>
+void first_product_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  product_64x64<kElement>(d, a, b, false);
+}
+
 template <Element kElement = kBfloat16, bool kAcross = true>
 void product_64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   products[block.thread].open.push_back({d, a, b, accumulate, kAcross, 128, kElement, 0});

@@ -33,16 +33,16 @@ struct FormOf<128, 2> {
   static constexpr int producer_registers = 56, consumer_registers = 224;  // 128 * (56 + 2 * 224) of 65536
 };
 
-// One copy of keys and values serves up to 192 rows. Registers hold no queries beside three warpgroups' sums, and need not hold
-// two steps at a time: while one warpgroup waits, the two others compute.
+// One copy of keys and values serves up to 192 rows. The registers hold a warpgroup's queries, sums and scores, but not the weights
+// of one step beside the scores of the next one; while a warpgroup waits, the two others compute.
 template <>
 struct FormOf<128, 3> {
   static constexpr int head_size = 128, parts = 3;
   static constexpr int blocks = 1;
-  static constexpr int query_buffers = 2;
+  static constexpr int query_buffers = 0;
   static constexpr bool overlapped = false;
   static constexpr int threads = (parts + 1) * 128;
-  static constexpr int producer_registers = 56, consumer_registers = 152;  // 128 * (56 + 3 * 152) of 65536
+  static constexpr int producer_registers = 32, consumer_registers = 160;  // 128 * (32 + 3 * 160) of 65536
 };
 
 // the form of a launch

@@ -12,6 +12,8 @@ namespace ds_sparse_ring {
 
 template <Element kElement, class Form, Output kOutput>
 __global__ void __launch_bounds__(Form::threads, Form::blocks) forward_kernel(const __grid_constant__ ForwardArguments a) {
+  // a launch gives all threads equally many registers; who asks for more than others have given back waits for ever
+  static_assert(Form::producer_registers + Form::parts * Form::consumer_registers <= (Form::parts + 1) * (65536 / Form::threads / 8 * 8));
   extern __shared__ __align__(kAlignment) uint8_t memory[];
   const Ring<Form> ring(memory);
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);

@@ -69,16 +69,25 @@ struct Consumer {
     return flags & kBoundary ? kTileEnds : kKeys;
   }
 
-  // from the current stage, which is given back, or from their buffer, until `end_tile`
-  __device__ __forceinline__ void take_queries(PartQueries& q) const {
+  // from the current stage and those of the other parts, which are given back, or from their buffer, until `end_tile`
+  __device__ __forceinline__ void take_queries(PartQueries& q) {
     if constexpr (Stages::query_buffers > 0) {
       release(place.stage);
       q.tile = ring.queries + buffer.stage * Stages::query_bytes + part * Stages::tile_bytes;
       barrier_wait(ring.queries_full + 8 * buffer.stage, buffer.phase, buffer.stage | 0x300);
     } else {
-      load_queries(q.steps);
-      fence_async();
-      release(place.stage);
+#pragma unroll
+      for (int first = 0; first < Form::parts; first += 2) {
+        if (first > 0) {
+          place.advance();
+          wait();
+        }
+        if (part / 2 == first / 2) {
+          load_queries(q.steps);
+          fence_async();
+        }
+        release(place.stage);
+      }
     }
   }
 
@@ -93,7 +102,7 @@ struct Consumer {
   template <int kSteps>
   __device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-    const uint32_t at = stage_address(place.stage) + part * Stages::tile_bytes + row * 128;
+    const uint32_t at = stage_address(place.stage) + part % 2 * Stages::tile_bytes + row * 128;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int unit = 2 * (step % 4) + lane / 16;

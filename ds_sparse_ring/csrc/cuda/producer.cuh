@@ -35,29 +35,42 @@ struct Producer {
     for (int box = 0; box < Form::head_size / 64; ++box) copy_box(into + box * kBoxBytes, map, arrival, 64 * box, row, head);
   }
 
-  __device__ __forceinline__ void copy_queries(uint32_t into, uint32_t arrival, const FormTile& tile) const {
+  // of parts first to last - 1
+  __device__ __forceinline__ void copy_queries(uint32_t into, uint32_t arrival, const FormTile& tile, int first, int last) const {
     if (!leader) return;
-    barrier_arrive_expect(arrival, Stages::query_bytes);
+    barrier_arrive_expect(arrival, (last - first) * Stages::tile_bytes);
 #pragma unroll
-    for (int h = 0; h < Form::parts; ++h)  // what lies behind the last query reads as 0
-      copy_tile(into + h * Stages::tile_bytes, &a.q, arrival, tile.part[h].block * kBlock, tile.part[h].head);
+    for (int h = first; h < last; ++h)  // what lies behind the last query reads as 0
+      copy_tile(into + (h - first) * Stages::tile_bytes, &a.q, arrival, tile.part[h].block * kBlock, tile.part[h].head);
   }
 
-  __device__ __forceinline__ void push_queries(int number, const FormTile& tile) {
+  // a free stage with the note that a tile begins
+  __device__ __forceinline__ uint32_t begin_tile(int number) {
     const uint32_t stage = acquire();
     if (leader) {
       ring.notes[place.stage].flags = kQueries;
       ring.notes[place.stage].tile = number;
     }
-    if constexpr (Stages::query_buffers == 0) {
-      copy_queries(stage, barrier(), tile);
-    } else {
+    return stage;
+  }
+
+  __device__ __forceinline__ void push_queries(int number, const FormTile& tile) {
+    if constexpr (Stages::query_buffers > 0) {
+      begin_tile(number);
       if (leader) barrier_arrive(barrier());  // at once: the note ends the tile before, which may hold the buffer
       barrier_wait(ring.queries_empty + 8 * buffer.stage, buffer.phase ^ 1, buffer.stage | 0x200);
-      copy_queries(ring.queries + buffer.stage * Stages::query_bytes, ring.queries_full + 8 * buffer.stage, tile);
+      const uint32_t into = ring.queries + buffer.stage * Stages::query_bytes;
+      copy_queries(into, ring.queries_full + 8 * buffer.stage, tile, 0, Form::parts);
       buffer.advance();
+      place.advance();
+    } else {
+#pragma unroll
+      for (int first = 0; first < Form::parts; first += 2) {
+        const uint32_t stage = begin_tile(number);
+        copy_queries(stage, barrier(), tile, first, first + 2 < Form::parts ? first + 2 : Form::parts);
+        place.advance();
+      }
     }
-    place.advance();
   }
 
   __device__ __forceinline__ void push_end() {

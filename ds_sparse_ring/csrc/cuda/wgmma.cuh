@@ -32,8 +32,9 @@ __host__ __device__ constexpr uint64_t value_step(int step) { return (step * 204
 template <Element kElement = kBfloat16, int kSteps>
 __device__ __forceinline__ void score_product(float (&s)[32], const uint32_t (&q)[kSteps][4], uint32_t k_tile) {
   const uint64_t k = key_descriptor(k_tile);
+  first_product_64x64<kElement>(s, q[0], k);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) product_64x64<kElement>(s, q[step], k + key_step(step), step > 0);
+  for (int step = 1; step < kSteps; ++step) product_64x64<kElement>(s, q[step], k + key_step(step), true);
 }
 
 // o [64, dims] += p v: p in registers (4 steps of 16 keys), v a tile in shared memory; a thread has half as many sums as dims

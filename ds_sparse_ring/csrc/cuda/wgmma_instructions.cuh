@@ -34,7 +34,7 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
 // ---- products: a from registers; b from shared memory, with the contraction along its rows or across them
 
 // clang-format off
-#define DS_SPARSE_RING_PRODUCT_64X64(types)                                                                          \
+#define DS_SPARSE_RING_PRODUCT_64X64(types, sum)                                                                         \
   asm volatile(                                                                                                      \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                                   \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." types " "                                                        \
@@ -43,10 +43,10 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
       " %16, %17, %18, %19, %20, %21, %22, %23,"                                                                     \
       " %24, %25, %26, %27, %28, %29, %30, %31}, "                                                                   \
       "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"                                                                \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),              \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),        \
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),      \
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])       \
+      : sum(d[0]), sum(d[1]), sum(d[2]), sum(d[3]), sum(d[4]), sum(d[5]), sum(d[6]), sum(d[7]),                      \
+        sum(d[8]), sum(d[9]), sum(d[10]), sum(d[11]), sum(d[12]), sum(d[13]), sum(d[14]), sum(d[15]),                \
+        sum(d[16]), sum(d[17]), sum(d[18]), sum(d[19]), sum(d[20]), sum(d[21]), sum(d[22]), sum(d[23]),              \
+        sum(d[24]), sum(d[25]), sum(d[26]), sum(d[27]), sum(d[28]), sum(d[29]), sum(d[30]), sum(d[31])               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kAcross ? 1 : 0))
 
 #define DS_SPARSE_RING_PRODUCT_64X128(types)                                                                         \
@@ -77,9 +77,20 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
 template <Element kElement = kBfloat16, bool kAcross = false>
 __device__ __forceinline__ void product_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   if constexpr (kElement == kBfloat16) {
-    DS_SPARSE_RING_PRODUCT_64X64("bf16.bf16");
+    DS_SPARSE_RING_PRODUCT_64X64("bf16.bf16", "+f");
   } else {
-    DS_SPARSE_RING_PRODUCT_64X64("f16.f16");
+    DS_SPARSE_RING_PRODUCT_64X64("f16.f16", "+f");
+  }
+}
+
+// d [64, 64] = a [64, 16] b [64, 16]^T; what d was is not kept in registers until then
+template <Element kElement>
+__device__ __forceinline__ void first_product_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  constexpr bool accumulate = false, kAcross = false;
+  if constexpr (kElement == kBfloat16) {
+    DS_SPARSE_RING_PRODUCT_64X64("bf16.bf16", "=f");
+  } else {
+    DS_SPARSE_RING_PRODUCT_64X64("f16.f16", "=f");
   }
 }
 
