@@ -71,7 +71,8 @@ class EmulatedOp:
         columns = tables.columns if column_k is not None else []
         output = 2 if not overwrite else 1 if o.dtype == torch.float32 else 0
         numbers = [q.dtype == torch.float16, q.shape[2], heads, kv_heads, tables.q_blocks, tables.k_blocks, shared]
-        numbers += [math.gcd(shared, heads // kv_heads), output, tables.full, tables.own, tables.base, tables.q_stride, tables.q_start]
+        numbers += [math.gcd(shared, heads // kv_heads), output, tables.full, tables.own, tables.base]
+        numbers += [tables.q_stride, tables.q_start]
         numbers += [tables.patterns, 0 if tables.bits is None else tables.bits.shape[1], columns[3].shape[1] if columns else 0]
         numbers += [tables.segments.data_ptr(), tables.q_segment.data_ptr(), 0 if tables.bits is None else tables.bits.data_ptr()]
         numbers += [x.data_ptr() for x in tables.lists] or [0] * 2

@@ -59,8 +59,13 @@ def check(o: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torc
         pytest.param("block-lists", [1], 1, 1, 1, torch.float16, 64, id="lists-one-token"),
         pytest.param("block-lists", [130, 1, 257, 64], 4, 2, 1, torch.bfloat16, 128, id="lists-documents"),
         pytest.param("block-lists", [333], 8, 1, 4, torch.bfloat16, 64, id="lists-heads-that-share-a-pattern"),
-        # blocks 12 and 13 are the halves of a tile: the second one reads one stage, and the ring comes round to it
-        pytest.param("full", [13 * BLOCK, 1], 1, 1, 1, torch.bfloat16, 128, id="full-a-half-that-waits"),
+        # the last tile's last part reads one stage, and the ring comes round to it
+        pytest.param("full", [14 * BLOCK, 1], 1, 1, 1, torch.bfloat16, 128, id="full-a-part-that-waits"),
+        # parts behind the last query block, blocks of two segments and heads of two blocks in one tile
+        pytest.param("vertical-slash", [64, 190], 3, 1, 1, torch.float16, 128, id="a-tile-with-one-block"),
+        pytest.param("vertical-slash", [317], 4, 1, 2, torch.bfloat16, 128, id="two-heads-that-share-a-pattern"),
+        pytest.param("block-lists", [449], 2, 1, 2, torch.float16, 128, id="lists-two-heads-that-share-a-pattern"),
+        pytest.param("vertical-slash", [2200], 2, 1, 1, torch.bfloat16, 128, id="more-offsets-than-a-word-has-bits"),
     ],
 )
 def test_forward_overwrites_and_merges(
@@ -198,11 +203,11 @@ def test_columns_come_in_parts_with_keys_that_nobody_reads(kernel: EmulatedKerne
             assert (x.double() - same).square().sum() <= (2 * ERROR[torch.float16]) ** 2 * same.square().sum()
 
 
-@pytest.mark.parametrize("segment_tokens", [1024, 4096])
-def test_lists_longer_than_a_warp_is_wide(kernel: EmulatedKernel, segment_tokens: int) -> None:
-    sequence, scale = make_sequence([2500], segment_tokens=segment_tokens), 64**-0.5  # 40 blocks
+@pytest.mark.parametrize(("segment_tokens", "head_size"), [(1024, 64), (4096, 64), (1024, 128)])
+def test_lists_longer_than_a_warp_is_wide(kernel: EmulatedKernel, segment_tokens: int, head_size: int) -> None:
+    sequence, scale = make_sequence([2500], segment_tokens=segment_tokens), head_size**-0.5  # 40 blocks
     index = make_index("long-lists", sequence, 1, 1)
-    q, k, v = (x.to(torch.float16) for x in global_qkv(sequence, 1, 1, 64))
+    q, k, v = (x.to(torch.float16) for x in global_qkv(sequence, 1, 1, head_size))
     do, expected, work = make_gradient(q), exact(q, k, v, index, scale), Work(BlockMap(1, 0), BlockMap(1, 0), index, scale)
     o, lse = empty_result(q)
     kernel.forward(q, k, v, work, o, lse)

@@ -33,8 +33,8 @@ struct FormOf<128, 2> {
   static constexpr int producer_registers = 56, consumer_registers = 224;  // 128 * (56 + 2 * 224) of 65536
 };
 
-// One copy of keys and values serves up to 192 rows. The registers hold a warpgroup's queries, sums and scores, but not the weights
-// of one step beside the scores of the next one; while a warpgroup waits, the two others compute.
+// One copy of keys and values serves up to 192 rows. The registers hold a warpgroup's queries, sums and scores, but not the
+// weights of one step beside the scores of the next one; while a warpgroup waits, the two others compute.
 template <>
 struct FormOf<128, 3> {
   static constexpr int head_size = 128, parts = 3;

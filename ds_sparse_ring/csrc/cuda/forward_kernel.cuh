@@ -1,6 +1,7 @@
 // Vertical-slash attention, forward, for sm_90a, from the implicit index: the kernel and its launch.
 //
-// A block is one producer warp and two or more warpgroups of 64 query rows each that share stages of keys and values: see ring.cuh.
+// A block is one producer warp and two or three warpgroups of 64 query rows each that share stages of keys and values: see
+// ring.cuh.
 // One file of each element type and head size includes this, so that they are compiled side by side.
 #pragma once
 
@@ -13,7 +14,8 @@ namespace ds_sparse_ring {
 template <Element kElement, class Form, Output kOutput>
 __global__ void __launch_bounds__(Form::threads, Form::blocks) forward_kernel(const __grid_constant__ ForwardArguments a) {
   // a launch gives all threads equally many registers; who asks for more than others have given back waits for ever
-  static_assert(Form::producer_registers + Form::parts * Form::consumer_registers <= (Form::parts + 1) * (65536 / Form::threads / 8 * 8));
+  constexpr int kLaunchRegisters = 65536 / Form::threads / 8 * 8;
+  static_assert(Form::producer_registers + Form::parts * Form::consumer_registers <= (Form::parts + 1) * kLaunchRegisters);
   extern __shared__ __align__(kAlignment) uint8_t memory[];
   const Ring<Form> ring(memory);
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
