@@ -1,6 +1,7 @@
 // The kernels of csrc/cuda, emulated: one block does all tiles. Called from tests/emulated_op.py, which lists the numbers.
 #include "backward_mainloop.cuh"
 #include "backward_producer.cuh"
+#include "form_choice.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
 #include "wanted_mainloop.cuh"
@@ -33,6 +34,11 @@ void launch() {
                               body<kElement, Form, kMergeFloat>};
   constexpr int kThreads = Form::parts * 128 + 32;
   emulation::run(kThreads, bodies[arguments->problem.output], [](int) { return true; }, land_copies);
+}
+
+template <Element kElement, int kHeadSize>
+void launch_any() {
+  with_form<kHeadSize>([](auto form) { launch<kElement, decltype(form)>(); });
 }
 
 const BackwardArguments* backward_arguments;
@@ -138,9 +144,9 @@ extern "C" const char* emulated_forward(const int64_t* given, double scale) {
   p.next_tile = &next_tile;
   arguments = &a;
   if (p.element == kBfloat16)
-    p.head_size == 64 ? launch<kBfloat16, LaunchedForm<64>>() : launch<kBfloat16, LaunchedForm<128>>();
+    p.head_size == 64 ? launch_any<kBfloat16, 64>() : launch_any<kBfloat16, 128>();
   else
-    p.head_size == 64 ? launch<kFloat16, LaunchedForm<64>>() : launch<kFloat16, LaunchedForm<128>>();
+    p.head_size == 64 ? launch_any<kFloat16, 64>() : launch_any<kFloat16, 128>();
   return block.failure.c_str();
 }
 

@@ -93,6 +93,20 @@ def test_forward_overwrites_and_merges(
     assert kernel._op.calls == calls + 2, "Triton's kernel was called instead"
 
 
+@pytest.mark.parametrize("overlapped", ["0", "1"])
+@pytest.mark.parametrize(("parts", "buffers"), [("2", "0"), ("3", "0"), ("3", "1"), ("3", "2")])
+@pytest.mark.parametrize("kind", ["vertical-slash", "full", "block-lists"])
+def test_every_form_of_128_dims_is_right(
+    kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, kind: str, parts: str, buffers: str, overlapped: str
+) -> None:
+    monkeypatch.setenv("DS_SPARSE_RING_FORWARD_PARTS", parts)
+    monkeypatch.setenv("DS_SPARSE_RING_QUERY_BUFFERS", buffers)
+    monkeypatch.setenv("DS_SPARSE_RING_FORWARD_OVERLAPPED", overlapped)
+    # the last part of the last tile reads one stage: the ring comes round to the stage that a part holds
+    lengths, heads = [(13 if parts == "2" else 14) * BLOCK, 1], 1 if kind == "full" else 2
+    test_forward_overwrites_and_merges(kernel, kind, lengths, heads, 1, heads, torch.bfloat16, 128)
+
+
 @pytest.mark.parametrize("kind", ["vertical-slash", "full", "block-lists"])
 def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(kernel: EmulatedKernel, kind: str) -> None:
     sequence, ranks, cut, scale = make_sequence([300, 500]), 3, 2, 128**-0.5  # 13 blocks

@@ -5,6 +5,7 @@
 // One file of each element type and head size includes this, so that they are compiled side by side.
 #pragma once
 
+#include "form_choice.cuh"
 #include "forward.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
@@ -59,7 +60,7 @@ cudaError_t launch_form(const ForwardArguments& a, int multiprocessors, cudaStre
 
 template <Element kElement, int kHeadSize>
 cudaError_t launch_forward(const ForwardArguments& a, int multiprocessors, cudaStream_t stream) {
-  return launch_form<kElement, LaunchedForm<kHeadSize>>(a, multiprocessors, stream);
+  return with_form<kHeadSize>([&](auto form) { return launch_form<kElement, decltype(form)>(a, multiprocessors, stream); });
 }
 
 }  // namespace ds_sparse_ring
