@@ -318,11 +318,12 @@ def _loss(job: Job, n: int) -> float:
     return min(n, job.loss_tile) * job.model.vocab_size * _LOGIT_BYTES + 2 * n * job.model.hidden_size * _BF16
 
 
-def refuse_misfit(job: Job, schedule: Schedule, device_bytes: float | None) -> None:
+def refuse_misfit(job: Job, schedule: Schedule, device_bytes: float | None, host_bytes: float | None = None) -> None:
     """Refuse what cannot be trained, before it costs anything: a prediction far above the device, or inputs without room.
 
     Args:
         job: what will run; ``hardware`` and ``density`` are not looked at. device_bytes: of the device; None: it is not checked.
+        host_bytes: of host memory, that a rank may have at most; None: it is not checked.
 
     Raises:
         SparseRingError: naming bytes and ways out.
@@ -330,6 +331,13 @@ def refuse_misfit(job: Job, schedule: Schedule, device_bytes: float | None) -> N
     memory = memory_of(job, schedule)
     if memory.misfit:
         raise SparseRingError(memory.misfit)
+    if host_bytes is not None and memory.host > host_bytes:
+        raise SparseRingError(
+            f"{job.tokens} tokens on {job.world} ranks need about {memory.host:.0f} bytes ({memory.host / GIB:.1f} GiB) of "
+            f"host memory each, and this container or job may have {host_bytes:.0f} ({host_bytes / GIB:.1f} GiB) for each: "
+            "raise that limit, lower sparse_ring.offload.host_gib (with disk_path, or more ranks to a sequence), or offload less "
+            "of ZeRO's states"
+        )
     if device_bytes is None or memory.device <= _TOLERANCE * device_bytes:
         return
     parts = ", ".join(f"{name} {nbytes:.0f}" for name, nbytes in sorted(memory.parts.items(), key=lambda part: -part[1]))

@@ -19,6 +19,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.units import GIB
 
 SEGMENT_BYTES = GIB
+_CONTROL_GROUP, _NO_LIMIT = Path("/sys/fs/cgroup"), 1 << 60
 
 
 class HostBuffer:
@@ -94,16 +95,28 @@ def warn_if_short(nbytes: int, ranks: int) -> None:
 
     A warning and no error: some machines (virtual ones above all) get more memory as they touch it.
     """
-    memory = _meminfo()
-    if memory is None or nbytes * ranks <= memory["MemAvailable"]:
+    memory, limit = _meminfo(), memory_limit()
+    if memory is None:
+        return
+    free = min(memory["MemAvailable"], memory["MemAvailable"] if limit is None else limit)
+    if nbytes * ranks <= free:
         return
     asked = f"{nbytes / GIB:.1f} GiB" if ranks == 1 else f"{ranks} times {nbytes / GIB:.1f} GiB (one for each rank)"
     warnings.warn(
-        f"sparse_ring.offload.host_gib: the store may pin {asked}, but {memory['MemAvailable'] / GIB:.1f} of this machine's "
+        f"sparse_ring.offload.host_gib: the store may pin {asked}, but {free / GIB:.1f} of this machine's "
         f"{memory['MemTotal'] / GIB:.1f} GiB are available now; when they run out the system kills the job. Lower host_gib, or "
         "add disk_path; if this machine's memory grows with its use, go on",
         stacklevel=3,
     )
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control group of this process, a container's or a job's, may have together; None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limit = int((_CONTROL_GROUP / name).read_text())
+            return limit if limit < _NO_LIMIT else None
+    return None
 
 
 def _meminfo() -> dict[str, int] | None:

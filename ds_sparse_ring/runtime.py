@@ -36,6 +36,7 @@ class SparseRing:
         step: optimizer steps done; the training loop sets it, on all ranks the same. The schedule goes by it.
         schedule: what layers choose by in a step; the section's ``"schedule"``, ``"dense_layers"`` and warm-up.
         spill: where checkpointed layers keep what they need again, with an ``"offload"`` section.
+        ranks_on_host: ranks of this machine.
         evaluating: True during evaluation; ``eval_full_index`` acts on it.
         sequence: the ``sparse_ring`` entry of the micro-batch that is worked on, forward and backward. The training loop sets it
             for models that cannot pass the entry down to their attention; the others leave it alone.
@@ -52,9 +53,9 @@ class SparseRing:
         self.schedule = Schedule(config, self.axes)
         self.kernel = get_kernel(config.backend, spare_multiprocessors=config.spare_multiprocessors)
         self._meters = {False: Meter(self.axes, config.maps), True: Meter(self.axes)}
-        ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
+        self.ranks_on_host = min(self.axes.world_size, torch.cuda.device_count() or self.axes.world_size)
         offload = config.offload
-        self.spill = Spill(offload, lambda name: self.meter.timed(name), ranks_on_host) if offload is not None else None
+        self.spill = Spill(offload, lambda name: self.meter.timed(name), self.ranks_on_host) if offload is not None else None
         self.step = 0
         self.evaluating = False
         self.sequence: Sequence | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -55,6 +56,16 @@ class Spill:
         """Where the tensors outside the device are; None before the first one."""
         return self._store
 
+    def open(self, device: torch.device) -> Store:
+        """The same, made if there is none: its memory and file are reserved, and DeepSpeed's op for the disk is built.
+
+        Raises:
+            SparseRingError: memory or room on the disk that cannot be had, or no op for asynchronous I/O.
+        """
+        if self._store is None:
+            self._store = Store.from_config(self._config, device, timed=self._timed, ranks_on_host=self._ranks_on_host)
+        return self._store
+
     @property
     def opened(self) -> Store:
         """Where the tensors outside the device are, once there is one."""
@@ -80,7 +91,7 @@ class Spill:
         Raises:
             SparseRingError: no room, naming what would help.
         """
-        store = self._open(x)
+        store = self.open(x.device)
         fits = store.room("host") >= x.numel() * x.element_size()
         store.put(key, x, "host" if fits or not self.budgets.disk else "disk", owner=owner)
 
@@ -121,7 +132,7 @@ class Spill:
         """In the store, if the tier has a piece for all of them, more than they need."""
         if not self.budgets.room(tier, nbytes):
             return None
-        store = self._open(tensors[0])
+        store = self.open(tensors[0].device)
         alignment = UNIT_BYTES if tier == "disk" else PAGE_BYTES
         if store.room(tier) < sum(padded(x.numel() * x.element_size(), alignment) for x in tensors):
             return None
@@ -130,11 +141,6 @@ class Spill:
             store.put(key := next(self.numbers), x, tier, owner=spilled)
             spilled.keys.append(key)
         return spilled
-
-    def _open(self, x: Tensor) -> Store:
-        if self._store is None:
-            self._store = Store.from_config(self._config, x.device, timed=self._timed, ranks_on_host=self._ranks_on_host)
-        return self._store
 
 
 class Graph:

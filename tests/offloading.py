@@ -10,11 +10,36 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_sparse_ring.copies import Tier
+from ds_sparse_ring.disk import UNIT_BYTES, DiskFile
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.store import Store
 from ds_sparse_ring.units import GIB, MIB
 
 GIB_OF_A_MIB = MIB / GIB
 """Budgets are in GiB; those of tests are small."""
+
+
+class MemoryFile(DiskFile):
+    """A file in memory, for machines without libaio; may be told to fail."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.failing = nbytes, ""
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def read(self, buffer: Tensor, offset: int) -> None:
+        assert offset % UNIT_BYTES == 0 and len(buffer) % UNIT_BYTES == 0
+        if self.failing == "read":
+            raise SparseRingError("the disk is gone")
+        buffer.copy_(self._bytes[offset : offset + len(buffer)])
+
+    def write(self, buffer: Tensor, offset: int) -> None:
+        assert offset % UNIT_BYTES == 0 and len(buffer) % UNIT_BYTES == 0
+        if self.failing == "write":
+            raise SparseRingError("the disk is gone")
+        self._bytes[offset : offset + len(buffer)].copy_(buffer)
+
+    def close(self) -> None:
+        pass
 
 
 class Packed:

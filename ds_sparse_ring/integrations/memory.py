@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 from torch import nn
 
 from ds_sparse_ring.batch import Sequence
+from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.integrations.chunked_layers import is_chunked
 from ds_sparse_ring.job import Job, ModelShape, Schedule, states_of
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.ladder import KeptBytes
 from ds_sparse_ring.memory import refuse_misfit
+from ds_sparse_ring.pinned import memory_limit
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.units import GIB
 
@@ -69,6 +72,9 @@ def check_memory(
 ) -> None:
     """Refuse a first batch that cannot be trained on, before anything is computed; rank 0 says so if a model's sizes are unknown.
 
+    Collective over all ranks: what one of them is refused ends all. The store of an ``"offload"`` section is opened, too: its
+    memory, its file on the disk, and DeepSpeed's op for that.
+
     What is not known beforehand counts as nothing: columns of the index, logits without ``loss_tile``, layers that are not
     checkpointed, more than two bytes an activation. So what is refused does not fit; what is not may still be too much.
 
@@ -106,4 +112,20 @@ def check_memory(
         optimizer_bytes=12 if adam else 4,
         **states_of(ds),
     )
-    refuse_misfit(job, Schedule(config.ulysses_degree, config.inner_degree, config.inner), device_bytes())
+    schedule, limit = Schedule(config.ulysses_degree, config.inner_degree, config.inner), memory_limit()
+    problem = None
+    try:
+        refuse_misfit(job, schedule, device_bytes(), None if limit is None else limit / ring.ranks_on_host)
+        if ring.spill is not None and config.offload is not None:
+            ring.spill.open(torch.device(get_accelerator().current_device_name()))
+    except SparseRingError as error:
+        problem = error
+    _end_together(problem, ring)
+
+
+def _end_together(problem: SparseRingError | None, ring: SparseRing) -> None:
+    refused = [rank for rank, (flag,) in enumerate(ring.axes.world_rows([float(problem is not None)])) if flag]
+    if problem is not None:
+        raise problem
+    if refused:
+        raise SparseRingError(f"training does not begin: ranks {', '.join(map(str, refused))} say why")

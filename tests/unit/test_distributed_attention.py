@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention as DeepSpeedAttention
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,7 @@ from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.select import select_index
 from ds_sparse_ring.slots import checkpoint_context_fn
 from tests.common import DistributedTest, rank_device
+from tests.offloading import GIB_OF_A_MIB
 
 from .parity_model import on_rank
 from .reference import bound, dense_mask, global_qkv, masked_attention, packed_batch
@@ -202,6 +204,64 @@ def _masked_core(ring: SparseRing, rotary: tuple[Tensor, Tensor]) -> Any:
         return _in_layout(masked_attention(q, k, v, dense_mask(index, 4, tokens), D**-0.5), 1)
 
     return core
+
+
+class _TwoLayers(nn.Module):
+    """Embedding, two checkpointed layers of attention by ``core(layer)``, projection; batch-first, in float32."""
+
+    def __init__(self, core: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(97, 64), nn.Linear(64, 97, bias=False)
+        self.qkv = nn.ModuleList(nn.Linear(64, 8 * D, bias=False) for _ in range(2))
+        self.o = nn.ModuleList(nn.Linear(4 * D, 64, bias=False) for _ in range(2))
+        self.core = nn.ModuleList(core(layer) for layer in range(2))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 8)
+        self.to(rank_device())
+
+    def forward(self, input_ids: Tensor, sequence: Any) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in range(2):
+            x = checkpoint(self._layer, layer, x, sequence, use_reentrant=False, context_fn=checkpoint_context_fn)
+        return self.out(x)
+
+    def _layer(self, layer: int, x: Tensor, sequence: Any) -> Tensor:
+        q, k, v = self.qkv[layer](x).unflatten(-1, (-1, D)).split([4, 2, 2], 2)
+        return x + self.o[layer](self.core[layer](q, k, v, 0, sparse_ring=sequence).flatten(2))
+
+
+class TestWithinZero3(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("attention", [DeepSpeedAttention, DistributedAttention], ids=["theirs", "ours"])
+    def test_two_groups_with_offload_have_the_gradients_of_one_process(self, attention: type[nn.Module]) -> None:
+        deepspeed.init_distributed()
+        ids = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(2))
+
+        def summed_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+            logits = model(batch["input_ids"], batch["sparse_ring"])
+            return cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), ignore_index=IGNORE, reduction="sum")
+
+        def made(core: type[nn.Module], **section: Any) -> tuple[SparseRing, _TwoLayers, dict[str, Any]]:
+            ring = SparseRing(SparseRingConfig(selector=PRICE, segment_tokens=128, local_blocks=1, **section))
+            model = _TwoLayers(lambda layer: core(RingLocalAttention(ring, layer), ring.axes.ulysses_group))
+            return ring, model, on_rank(ring.sequence_batch({"input_ids": ids, "labels": ids}))
+
+        _, model, batch = made(DistributedAttention, degree=1)
+        (summed_loss(model, batch) / 598).backward()
+        expected = [p.grad for p in model.parameters()]
+        for pages in ({}, {"kv_page_tokens": 128}):
+            ring, model, batch = made(attention, ulysses_degree=2, offload={"host_gib": 4 * GIB_OF_A_MIB, **pages})
+            zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            engine.backward(summed_loss(engine, batch) / float(ring.count_targets([batch])) * dist.get_world_size())
+            for p, gradient in zip(engine.module.parameters(), expected, strict=True):
+                assert gradient is not None
+                torch.testing.assert_close(safe_get_full_grad(p), gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+            assert ring.spill is not None and ring.spill.opened.numbers().to_device > 0
 
 
 class TestRefusedOnSeveralRanks(DistributedTest):

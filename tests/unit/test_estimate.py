@@ -320,6 +320,11 @@ def test_what_cannot_fit_is_refused_with_bytes_and_ways_out() -> None:
     )
     with pytest.raises(SparseRingError, match="needs 19327352832 bytes .*host_gib to 18 or more"):
         refuse_misfit(replace(job, config=_offload(host_gib=10), tokens=262144), Schedule(), 999 * gib)
+    outside = replace(job, config=_offload(host_gib=100), tokens=262144)
+    host = memory_of(outside, Schedule()).host
+    refuse_misfit(outside, Schedule(), None, host)
+    with pytest.raises(SparseRingError, match=rf"need about {host:.0f} bytes .*host memory.*may have {host - 1:.0f} .*disk_path"):
+        refuse_misfit(outside, Schedule(), None, host - 1)
 
 
 def test_states_go_where_deepspeed_puts_them() -> None:

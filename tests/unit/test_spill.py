@@ -5,21 +5,27 @@ from __future__ import annotations
 import gc
 import io
 from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 
+from ds_sparse_ring import pinned
 from ds_sparse_ring.config import OffloadConfig, SparseRingConfig
+from ds_sparse_ring.disk import UNIT_BYTES
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.deepspeed import initialize
+from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.transformers import attach, enable_gradient_checkpointing
 from ds_sparse_ring.ladder import KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.spill import Graph, Spill, Spilled
 from ds_sparse_ring.store import Store
 from tests.common import DistributedTest, rank_device
-from tests.offloading import GIB_OF_A_MIB
+from tests.offloading import GIB_OF_A_MIB, MemoryFile
 
 from .parity_model import Row, make_batch, on_rank, section, tiny_model
 
@@ -36,7 +42,7 @@ def _train(
     rows: list[Row] = ROWS,
     selector: str = "price",
 ) -> tuple[list[torch.Tensor], SparseRing]:
-    """Losses and gradient norms of some steps, and the weights at last."""
+    """Losses, gradients and their norms of some steps."""
     ring = SparseRing(SparseRingConfig(**section(selector, offload=offload, checkpoint=keep, layer_chunk_tokens=chunk_tokens)))
     model = tiny_model()
     enable_gradient_checkpointing(model)
@@ -52,6 +58,7 @@ def _train(
         batch = on_rank(ring.sequence_batch(make_batch([rows[step % len(rows)]], seed=step)))
         loss = engine(**batch, num_items_in_batch=ring.count_targets([batch])).loss
         engine.backward(loss)
+        seen += [safe_get_full_grad(p).detach().clone() for p in engine.module.parameters()]
         engine.step()
         norm = engine.get_global_grad_norm()
         seen += [loss.detach().cpu(), torch.tensor(0.0 if norm is None else float(norm))]
@@ -103,6 +110,19 @@ class TestTraining(DistributedTest):
         assert (ring.spill.store.numbers().to_device if ring.spill.store is not None else 0) == 3 * copied
         assert printed.getvalue().count(lines) == (ring.axes.rank == 0), printed.getvalue()
 
+    @pytest.mark.parametrize("chunk_tokens", [None, 50])
+    def test_gives_the_same_bits_from_the_disk_and_from_all_tiers(
+        self, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ds_sparse_ring.store.DiskFile", lambda _, nbytes: MemoryFile(nbytes // UNIT_BYTES * UNIT_BYTES))
+        disk = {"disk_path": "/", "disk_gib": GIB_OF_A_MIB, "staging_gib": GIB_OF_A_MIB / 4}
+        expected, _ = _train(3, None, "output", chunk_tokens=chunk_tokens)
+        for host_kib, device_kib in ((4, 0), (40, 40)):
+            budgets = {"host_gib": host_kib * GIB_OF_A_KIB, "device_gib": device_kib * GIB_OF_A_KIB, **disk}
+            got, ring = _train(3, budgets, "output", chunk_tokens=chunk_tokens)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            assert ring.spill is not None and ring.spill.opened.numbers().read_bytes > 0
+
     def test_a_budget_that_is_too_small_says_what_it_takes(self) -> None:
         with pytest.raises(SparseRingError, match=r"needs \d+ bytes .*0 in host memory .*host_gib to .*disk_path"):
             _train(2, {"host_gib": 8 * GIB_OF_A_KIB}, "output", steps=1)
@@ -126,6 +146,39 @@ class TestTraining(DistributedTest):
             gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             losses.append([first.detach(), second.detach(), *gradients])
         assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+class TestFirstBatch(DistributedTest):
+    world_size = 2
+
+    def test_a_folder_that_one_rank_lacks_ends_all_of_them_before_a_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ds_sparse_ring.disk._async_io", lambda: None)
+        rank = dist.get_rank()
+        if rank == 0:
+            monkeypatch.setattr("ds_sparse_ring.store.DiskFile", lambda *_: MemoryFile(1 << 20))
+        offload = {"host_gib": GIB_OF_A_MIB, "disk_path": "/no/such", "disk_gib": GIB_OF_A_MIB}
+        ring = SparseRing(SparseRingConfig(**section("price", offload=offload)))
+        model = tiny_model().train()
+        enable_gradient_checkpointing(model)
+        sequence = ring.sequence_batch(make_batch(ROWS[:1], seed=1))["sparse_ring"]
+        told = "training does not begin: ranks 1 say why" if rank == 0 else "offload.disk_path.*/no/such"
+        with pytest.raises(SparseRingError, match=told):
+            check_memory(model, None, ring, {}, sequence)
+
+
+def test_the_limit_of_a_control_group_is_known_and_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_CONTROL_GROUP", tmp_path)
+    assert pinned.memory_limit() is None
+    (tmp_path / "memory.max").write_text("max\n")
+    assert pinned.memory_limit() is None
+    (tmp_path / "memory.max").write_text("65536\n")
+    assert pinned.memory_limit() == 65536
+    with pytest.warns(UserWarning, match="may pin 2 times 0.0 GiB .*but 0.0 of this machine's"):
+        pinned.warn_if_short(65536, 2)
+    (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    assert pinned.memory_limit() is None
 
 
 @pytest.fixture

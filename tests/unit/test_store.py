@@ -25,35 +25,12 @@ from ds_sparse_ring.disk import UNIT_BYTES, DiskFile
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.pinned import HostBuffer
 from ds_sparse_ring.store import Store
-from tests.offloading import Packed, offloaded, train
+from tests.offloading import MemoryFile, Packed, offloaded, train
 from tests.unit.deferred_streams import DeferredStreams
 
 CPU = torch.device("cpu")
 KIB = 1024
 TIERS: list[Tier] = ["device", "host", "disk"]
-
-
-class MemoryFile(DiskFile):
-    """A file in memory, for machines without libaio; may be told to fail."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.failing = nbytes, ""
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8)
-
-    def read(self, buffer: Tensor, offset: int) -> None:
-        assert offset % UNIT_BYTES == 0 and len(buffer) % UNIT_BYTES == 0
-        if self.failing == "read":
-            raise SparseRingError("the disk is gone")
-        buffer.copy_(self._bytes[offset : offset + len(buffer)])
-
-    def write(self, buffer: Tensor, offset: int) -> None:
-        assert offset % UNIT_BYTES == 0 and len(buffer) % UNIT_BYTES == 0
-        if self.failing == "write":
-            raise SparseRingError("the disk is gone")
-        self._bytes[offset : offset + len(buffer)].copy_(buffer)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
