@@ -55,6 +55,7 @@ for _name, _summary in {
     "kernel": "Sparse attention of one layer on a GPU beside dense attention and other libraries.",
     "index": "What it takes to choose an index.",
     "layer": "A decoder layer by the tokens that pass through it at once: time and memory.",
+    "balance": "What layouts make of a sparse index, counted: work of ranks, and of the ranks of a hop.",
     "scaling": "Training steps on several numbers of GPUs, by layout and index, beside the predictions of plan.",
 }.items():
     if importlib.util.find_spec(f"ds_sparse_ring.bench.{_name}") is not None:
