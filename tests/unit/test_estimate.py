@@ -81,6 +81,28 @@ def test_measured_steps_of_chunked_layers_are_reproduced(
     assert memory_gib is None or e.memory.device == pytest.approx(memory_gib * 2**30, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("model", "world", "tokens", "section", "shares", "ulysses", "step_s", "memory_gib"),
+    [
+        ("qwen2.5-3b", 1, 262144, fixed(5200, 104), (0.054, 0.033), 1, 17.6, 60.6),
+        ("qwen2.5-3b", 2, 262144, fixed(5200, 104), (0.054, 0.033), 1, 9.77, 35.0),
+        ("qwen2.5-3b", 2, 262144, fixed(5200, 104), (0.0565, 0.034), 2, 9.55, 35.2),
+        ("qwen2.5-3b", 1, 262144, {"selector": {"kind": "every_query"}, "segment_tokens": 512}, (0.058, 0.058), 1, 25.8, 68.7),
+        ("llama-3.1-8b", 2, 1048576, fixed(13000, 200, 65536, 116, 13), (0.034, 0.0218), 2, 108.6, 117.8),
+    ],
+)
+def test_measured_steps_of_the_last_kernels_are_reproduced(
+    model, world, tokens, section, shares, ulysses, step_s, memory_gib
+) -> None:
+    """Of docs/measurements.md: both passes by the CUDA kernels, ZeRO-3, chunks of 16384, Liger."""
+    common = {"layer_chunk_tokens": 16384, "offload": {"host_gib": 100}}
+    config = SparseRingConfig.model_validate(common | section)
+    job = Job(SHAPES[model], load_hardware("h200"), config, tokens, world, *shares, zero_stage=3, liger=True, loss_tile=4096)
+    e = estimate(job, Schedule(ulysses))
+    assert e.step_ms == pytest.approx(1e3 * step_s, rel=0.1)
+    assert e.memory.device == pytest.approx(memory_gib * 2**30, rel=0.035)
+
+
 @pytest.mark.parametrize(("tokens", "gib"), [(524288, 2), (1048576, 4)])  # of one KV head
 def test_sums_of_query_gradients_are_counted_where_the_cuda_kernels_make_them(tokens: int, gib: float) -> None:
     chunked = FULL.model_copy(update={"layer_chunk_tokens": 16384})  # attention, not an MLP, needs most
