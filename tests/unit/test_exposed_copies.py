@@ -12,7 +12,8 @@ from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.exposed_copies import exposed_copies_ms
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import SHAPES, Job, Schedule
-from ds_sparse_ring.ladder import GIB, Budgets, KeptBytes, Ladder
+from ds_sparse_ring.ladder import Budgets, KeptBytes, Ladder
+from ds_sparse_ring.units import GIB
 
 H200 = load_hardware("h200")
 DISK = {"disk_path": "/local/nvme", "staging_gib": 9}
