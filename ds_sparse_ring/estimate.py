@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ds_sparse_ring.config import EveryQuerySelector, FixedSelector, FullSelector, SparseRingConfig
+from ds_sparse_ring.exposed_copies import exposed_copies_ms
 from ds_sparse_ring.hardware import Rate, rate_at
 from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.layout import BLOCK, Layout
@@ -18,6 +19,7 @@ from ds_sparse_ring.memory import (
     column_parts,
     columns_of,
     exchanges_by_chunks,
+    ladder_of,
     memory_of,
     patterns_of,
     plan_report,
@@ -43,6 +45,7 @@ class Estimate:
     columns_ms: float
     moved_ms: float
     rest_ms: float
+    copies_ms: float
     layers: int
     memory: Memory
     report: PlanReport
@@ -55,8 +58,8 @@ class Estimate:
 
     @property
     def step_ms(self) -> float:
-        """Of a step of one sequence per data rank."""
-        return self.attention_ms + self.rest_ms
+        """Of a step of one sequence per data rank; copies to host memory and the disk as far as nothing hides them."""
+        return self.attention_ms + self.rest_ms + self.copies_ms
 
     @property
     def exposed(self) -> float:
@@ -65,8 +68,11 @@ class Estimate:
         return self.layers * waiting / self.attention_ms
 
 
-def estimate(job: Job, schedule: Schedule) -> Estimate:
+def estimate(job: Job, schedule: Schedule, same_attention: Estimate | None = None) -> Estimate:
     """One schedule.
+
+    Args:
+        same_attention: of the same schedule and pages with another ``layer_chunk_tokens``; its passes are not simulated again.
 
     Raises:
         SparseRingError: heads or ranks that do not divide, naming what would.
@@ -88,17 +94,22 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         links = Links.of(hardware, ulysses)
         return simulate_pass(layout, inner, work, links, backward=backward, kind=kind, page_blocks=page_blocks)
 
-    forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
+    if same_attention is None:
+        forward, backward = attention(4, rates[0], backward=False), attention(10, rates[1], backward=True)
+    else:
+        forward, backward = same_attention.forward, same_attention.backward
     local, report, memory = layout.local_tokens // ulysses, plan_report(job, schedule), memory_of(job, schedule)
+    index_ms, rest_ms = _index_ms(job, heads, kv_heads, layout.ranks, forward.compute + backward.compute), _rest_ms(job, local)
     return Estimate(
         schedule,
         forward,
         backward,
-        index_ms=_index_ms(job, heads, kv_heads, layout.ranks, forward.compute + backward.compute),
+        index_ms=index_ms,
         exchange_ms=_exchange_ms(job, schedule, local),
         columns_ms=_columns_ms(job, heads, kv_heads, layout, forward, backward),
         moved_ms=_moved_ms(job, heads),
-        rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
+        rest_ms=rest_ms,
+        copies_ms=_copies_ms(job, schedule, rest_ms, index_ms, forward, backward),
         layers=model.num_hidden_layers,
         memory=memory,
         report=report,
@@ -130,10 +141,22 @@ def _sparse_rate(job: Job, heads: int, layout: Layout, rate: Rate) -> float:
     return 1 / (share / of_columns + (1 - share) / of_diagonals)
 
 
-def _rest_rate(job: Job) -> float:
-    machine = job.hardware
-    rate = machine.liger_rest if job.liger else machine.rest
-    return rate if job.config.layer_chunk_tokens is None else rate * machine.chunked
+def _rest_ms(job: Job, local: int) -> float:
+    """Of all layers and the loss for ``local`` tokens: 2 FLOPs a weight forward, as many in the replay, 4 backward."""
+    model, machine, chunk = job.model, job.hardware, job.config.layer_chunk_tokens
+    rate = (machine.liger_rest if job.liger else machine.rest) * (1.0 if chunk is None else rate_at(machine.chunked, chunk))
+    return 8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / rate / 1e9
+
+
+def _copies_ms(job: Job, schedule: Schedule, rest_ms: float, index_ms: float, forward: PassTime, backward: PassTime) -> float:
+    """Of all layers what is not hidden by a layer's attention, index, and its part of the rest, a quarter of it forward."""
+    ladder, model = ladder_of(job, schedule), job.model
+    if ladder is None:
+        return 0.0
+    weights = model.layer_parameters + model.vocab_size * model.hidden_size
+    of_layer = rest_ms * model.layer_parameters / weights / model.num_hidden_layers
+    forward_ms, backward_ms = forward.total + index_ms + of_layer / 4, backward.total + 3 * of_layer / 4
+    return exposed_copies_ms(ladder, job.hardware, forward_ms, backward_ms, forward.total)
 
 
 def _index_ms(job: Job, heads: int, kv_heads: int, ranks: int, attention_ms: float) -> float:

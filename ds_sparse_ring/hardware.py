@@ -16,17 +16,17 @@ from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
 
 Rate = float | Annotated[dict[PositiveInt, float], Field(min_length=1)]
-"""One number, or numbers by queries that read a column, in a file ``{"2048": 243, "8192": 388}``; see `rate_at`."""
+"""One number, or numbers by a count of tokens, in a file ``{"2048": 243, "8192": 388}``; see `rate_at`."""
 
 
-def rate_at(rate: Rate, queries: float) -> float:
-    """The rate where so many queries read a column: between two numbers by the logarithm, beyond them the last one."""
+def rate_at(rate: Rate, count: float) -> float:
+    """The rate of so many: between two numbers by the logarithm, beyond them the last one."""
     if not isinstance(rate, dict):
         return rate
     (fewer, value), *more = sorted(rate.items())
     for number, rate_there in more:
-        if queries < number:
-            way = max(0.0, math.log(queries / fewer) / math.log(number / fewer))
+        if count < number:
+            way = max(0.0, math.log(count / fewer) / math.log(number / fewer))
             return value + way * (rate_there - value)
         fewer, value = number, rate_there
     return value
@@ -58,8 +58,9 @@ class Hardware(BaseModel):
     """Everything but attention in a training step, on the FLOPs that it executes (recomputation included)."""
     liger_rest: float
     """The same with Liger's kernels."""
-    chunked: float = 0.88
-    """Of these two rates what is left with ``layer_chunk_tokens``: a projection more, copies, sums of weight gradients."""
+    chunked: Rate = 0.88
+    """Of these two rates what is left with ``layer_chunk_tokens``: a projection more, copies, sums of weight gradients. By tokens
+    of a chunk."""
     inner_gb_s: float
     outer_gb_s: float
     """Link of one GPU to another one of its node, and of another node."""
@@ -67,6 +68,9 @@ class Hardware(BaseModel):
     """Of one transfer."""
     host_gb_s: float = 50
     """From pinned host memory to one GPU."""
+    disk_gb_s: float = Field(default=2, gt=0)
+    """Between host memory and the disk, of one GPU's share, written or read. Of all profiles assumed, not measured: an NVMe drive
+    for each GPU, at what such drives write for long."""
     index_share: float
     """Time for choosing the index over that of the sparse attention of one layer, both passes; by thresholds (price, top_p)."""
     fixed_index_share: float
@@ -99,7 +103,7 @@ _A100: dict[str, Any] = {
     "scores": 100,
 }
 _H200: dict[str, Any] = {
-    "source": "measured on one GPU, links on two (docs/measurements.md); between nodes 400 Gbit/s a GPU are assumed",
+    "source": "measured on one GPU, links on two (docs/measurements.md); assumed: between nodes 400 Gbit/s a GPU, disks 2 GB/s",
     "node_ranks": 8,
     "dense_forward": 679,
     "dense_backward": 611,
@@ -109,6 +113,8 @@ _H200: dict[str, Any] = {
     "ring_dense_backward": 471,
     "rest": 463,
     "liger_rest": 570,
+    # "A decoder layer in chunks" of docs/measurements.md without attention and index, beside 0.88 at 16384, as of whole steps
+    "chunked": {2048: 0.625, 4096: 0.816, 8192: 0.864, 16384: 0.88, 32768: 0.9, 65536: 0.894},
     "inner_gb_s": 300,
     "outer_gb_s": 45,
     "latency_ms": 0.08,
@@ -134,6 +140,7 @@ _CPU: dict[str, Any] = {
     "outer_gb_s": 1,
     "latency_ms": 0.2,
     "host_gb_s": 10,
+    "disk_gb_s": 0.5,
     "index_share": 1.0,
     "fixed_index_share": 1.0,
     "scores": 0.1,

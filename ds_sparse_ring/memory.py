@@ -199,6 +199,12 @@ def _states(job: Job) -> tuple[dict[str, float], float, float]:
     return parts, places["host"], places["disk"]
 
 
+def ladder_of(job: Job, schedule: Schedule) -> Ladder | None:
+    """Where layers keep what, None without ``offload``; if inputs do not fit, with a host that is large enough."""
+    local = ring_layout(job, schedule).local_tokens // schedule.ulysses
+    return _ladder(job, kept_bytes(job.model, job.config, schedule.ulysses), local)[0]
+
+
 def _ladder(job: Job, kept: KeptBytes, n: int) -> tuple[Ladder | None, str]:
     """As training makes it; if inputs do not fit, that of a host that is large enough, and the error."""
     if job.config.offload is None:

@@ -92,7 +92,7 @@ def simulated_figures(e: Estimate, accumulation: int = 1) -> dict[str, float]:
         "step s": of_step * e.step_ms,
         "attention s": of_step * e.attention_ms - of_layers * e.index_ms,
         "index s": of_layers * e.index_ms,
-        "rest s": of_step * e.rest_ms,
+        "rest s": of_step * (e.rest_ms + e.copies_ms),
         "exposed s": of_layers * (e.forward.exposed + e.backward.exposed + waiting),
         "worker imbalance": e.backward.imbalance,
         "hop imbalance": (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2,

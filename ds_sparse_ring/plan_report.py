@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import Job, Schedule, load_shape, schedules, states_of
-from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, longest_sequence, memory_of
+from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, memory_of
+from ds_sparse_ring.plan_sizes import Choice, Sizes, all_keys, better, choose, longest_with_sizes, open_keys, try_sizes
 from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
 from ds_sparse_ring.units import GIB
@@ -23,7 +25,7 @@ _COLUMNS_OF_DENSITY = 0.3
 
 
 def print_plan(job: Job, title: str, timeline: Path | None) -> None:
-    """Estimate every schedule, print them and the fastest one that fits.
+    """Estimate every schedule, with sizes of chunks and pages where the configuration leaves them out, and print the fastest.
 
     Args:
         title: the model as the user named it.
@@ -31,52 +33,89 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     Raises:
         SparseRingError: a set-up that is impossible, naming what would be possible.
     """
-    found = [estimate(job, schedule) for schedule in schedules(job)]
-    if not found:
+    own = [estimate(job, schedule) for schedule in schedules(job)]
+    if not own:
         raise SparseRingError(
             f"plan: no schedule fits {job.world} ranks and the heads of {title}: set degree or ulysses_degree to 1"
         )
-    heading = f"{title}, {job.tokens} tokens, {job.world} x {job.hardware.name}, ZeRO-{job.zero_stage}"
-    table = Table(title=heading, title_justify="left")
-    memory = ["memory GiB"] + [f"{tier} GiB" for tier in ("host", "disk") if any(getattr(e.memory, tier) for e in found)]
-    for name in ("schedule", "step s", "tokens/s", "attention s", "exposed", "ranks", "hops", *memory):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    for e in sorted(found, key=lambda e: e.step_ms):
-        table.add_row(*_row(e, job), *[f"{getattr(e.memory, name.split()[0]) / GIB:.0f}" for name in memory[1:]])
-    console = _console()
-    console.print(table)
+    left_out, console = open_keys(job), _console()
+    found = try_sizes(job, own, left_out)
+    best = choose(job, found)
+    console.print(_table(job, title, _shown(job, found, best)))
     console.print(f"simulated; rates of {job.hardware.name}: {job.hardware.source}")
     console.print(_shares(job))
-    fitting = [e for e in found if not e.memory.misfits(job.hardware)]
-    if not fitting:
-        _print_misfit(min(found, key=lambda e: e.memory.device), job, console)
+    if best is None:
+        _print_misfit(min(own, key=lambda e: e.memory.device), job, console)
+    else:
+        console.print(f"fastest that fits: {_settings(best.estimate.schedule)}, {_sizes(best.sizes, job)}")
+        if best.sizes != Sizes.of(job):
+            console.print("the table is for these sizes, which the configuration leaves out")
+        console.print(f"its device memory: {_total(best.estimate.memory)}")
+    if (every := all_keys(job)) - left_out:
+        _print_better(better(best, job, try_sizes(job, own, every)), best, job, console)
+    if best is not None and timeline is not None:
+        _save_timeline(best.estimate, timeline, console)
+
+
+def _shown(job: Job, found: list[Choice], best: Choice | None) -> list[Choice]:
+    """Every schedule with the best chunks; pages that the configuration does not say were tried with one schedule."""
+    own = Sizes.of(job)
+    sizes = own if best is None else own._replace(chunk=best.sizes.chunk)
+    shown = [choice for choice in found if choice.sizes == sizes]
+    return shown if best is None or best in shown else [*shown, best]
+
+
+def _table(job: Job, title: str, shown: list[Choice]) -> Table:
+    heading = f"{title}, {job.tokens} tokens, {job.world} x {job.hardware.name}, ZeRO-{job.zero_stage}"
+    table = Table(title=heading, title_justify="left")
+    estimates = [choice.estimate for choice in shown]
+    copies = ["copies s"] * any(e.copies_ms for e in estimates)
+    tiers = [tier for tier in ("host", "disk") if any(getattr(e.memory, tier) for e in estimates)]
+    gib = ["memory GiB", *(f"{tier} GiB" for tier in tiers)]
+    for name in ("schedule", "step s", "tokens/s", "attention s", *copies, "exposed", "ranks", "hops", *gib):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for choice in sorted(shown, key=lambda choice: choice.estimate.step_ms):
+        outside = [f"{getattr(choice.estimate.memory, tier) / GIB:.0f}" for tier in tiers]
+        table.add_row(*_row(choice, job, copies=bool(copies)), *outside)
+    return table
+
+
+def _print_better(other: Choice | None, best: Choice | None, job: Job, console: Console) -> None:
+    """Sizes that the configuration does not have, though it says some."""
+    if other is None:
         return
-    best = min(fitting, key=lambda e: e.step_ms)
-    console.print(f"fastest that fits: {_settings(best.schedule)}")
-    console.print(f"its device memory: {_total(best.memory)}")
-    if timeline is not None:
-        try:
-            save_trace(best.backward.events, timeline)
-            save_timeline(best.backward.events, timeline.with_suffix(".png"))
-        except OSError as error:
-            raise SparseRingError(
-                f"plan: --timeline {timeline} cannot be written: {error.strerror}: give a file in a folder that exists"
-            ) from None
-        console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
+    settings = f"{_settings(other.estimate.schedule)}, {_sizes(other.sizes, job)}"
+    if best is None:
+        console.print(f"other sizes than those of the configuration fit: {settings}")
+    else:
+        faster = 1 - other.estimate.step_ms / best.estimate.step_ms
+        console.print(f"{100 * faster:.0f} % less time with other sizes than those of the configuration: {settings}")
+
+
+def _save_timeline(e: Estimate, timeline: Path, console: Console) -> None:
+    try:
+        save_trace(e.backward.events, timeline)
+        save_timeline(e.backward.events, timeline.with_suffix(".png"))
+    except OSError as error:
+        raise SparseRingError(
+            f"plan: --timeline {timeline} cannot be written: {error.strerror}: give a file in a folder that exists"
+        ) from None
+    console.print(f"one layer's backward pass: {timeline} (chrome://tracing) and {timeline.with_suffix('.png')}")
 
 
 def print_longest(job: Job, title: str) -> None:
-    """The longest sequence that fits, and what a longer one lacks."""
+    """The longest sequence that fits, and what a longer one lacks; sizes that the configuration leaves out are those it takes."""
     console = _console()
-    tokens, schedule, reasons = longest_sequence(job)
+    sizes, tokens, schedule, reasons = longest_with_sizes(job, open_keys(job))
     size = job.config.check_degree(job.world)
     machine = f"{job.world} x {job.hardware.name} with {job.hardware.host_gib:g} GiB of host memory each"
     where = f"{title}, {machine}, ZeRO-{job.zero_stage}"
     if schedule is None:
         console.print(f"{where}: not even {MAX_SEQUENCE_UNIT} tokens fit: {'; '.join(reasons)}")
         return
-    memory = memory_of(replace(job, tokens=tokens), schedule)
-    console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {_settings(schedule)}")
+    memory = memory_of(replace(sizes.put_into(job), tokens=tokens), schedule)
+    settings = f"{_settings(schedule)}, {_sizes(sizes, job)}"
+    console.print(f"{where}: {tokens} tokens ({tokens / 1024:g}K) in {schedule.name(size)}: {settings}")
     console.print(f"bound by: {'; '.join(reasons)} (at {tokens + MAX_SEQUENCE_UNIT} tokens)")
     console.print(f"device memory: {_total(memory)}")
     console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
@@ -159,18 +198,25 @@ def _settings(schedule: Schedule) -> str:
     return f'"ulysses_degree": {ulysses}, "inner_degree": {inner or "null"}, "inner": "{kind}"'
 
 
+def _sizes(sizes: Sizes, job: Job) -> str:
+    chunk, page = json.dumps(sizes.chunk), json.dumps(sizes.page)
+    of_offload = "" if job.config.offload is None else f', "offload.kv_page_tokens": {page}'
+    return f'"layer_chunk_tokens": {chunk}{of_offload}'
+
+
 def _console() -> Console:
     return Console(width=None if Console().is_terminal else 120)
 
 
-def _row(e: Estimate, job: Job) -> list[str]:
-    size = job.config.check_degree(job.world)
+def _row(choice: Choice, job: Job, *, copies: bool) -> list[str]:
+    e, size, page = choice.estimate, job.config.check_degree(job.world), choice.sizes.page
     tokens = job.world // size * job.tokens / e.step_ms * 1e3
     return [
-        e.schedule.name(size),
+        e.schedule.name(size) + (f", pages of {page}" if page != job.config.page_tokens else ""),
         f"{e.step_ms / 1e3:.2f}",
         f"{tokens:.0f}",
         f"{e.attention_ms / 1e3:.2f}",
+        *[f"{e.copies_ms / 1e3:.2f}"] * copies,
         f"{100 * e.exposed:.1f} %",
         f"{e.backward.imbalance:.3f}",
         f"{e.backward.hop_imbalance:.3f}",

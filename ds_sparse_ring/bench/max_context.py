@@ -19,7 +19,7 @@ MODELS = "qwen2.5-3b qwen2.5-7b llama-3.1-8b qwen2.5-32b llama-3.1-70b"
 
 def main(
     models: Annotated[str, typer.Option(help="As for ds-sparse-ring plan, several separated by blanks.")] = MODELS,
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, all of which share a sequence.")] = "1 8 32",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, all of which share a sequence.")] = "1 2 8 32",
     host: Annotated[str, typer.Option(help="GiB of host memory a GPU for what layers keep; 0 is no offload.")] = "0 64 200",
     hardware: Annotated[str, typer.Option(help="As for ds-sparse-ring plan.")] = "h200",
     chunk: Annotated[int, typer.Option(help="layer_chunk_tokens; 0: whole layers.")] = 16384,
