@@ -10,12 +10,12 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from ds_sparse_ring.config_errors import list_problems
 from ds_sparse_ring.errors import SparseRingError
 
-Rate = float | Annotated[dict[PositiveInt, float], Field(min_length=1)]
+Rate = PositiveFloat | Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]
 """One number, or numbers by a count of tokens, in a file ``{"2048": 243, "8192": 388}``; see `rate_at`."""
 
 
@@ -39,47 +39,47 @@ class Hardware(BaseModel):
 
     name: str
     source: str
-    node_ranks: int
+    node_ranks: PositiveInt
     """GPUs of a node."""
-    memory_gib: float
-    host_gib: float
+    memory_gib: PositiveFloat
+    host_gib: NonNegativeFloat
     """Host memory of a GPU's share of its node; of the profiles assumed: 2 TB for 8 GPUs, 1 TB around the 40 GB ones."""
-    dense_forward: float
-    dense_backward: float
+    dense_forward: PositiveFloat
+    dense_backward: PositiveFloat
     """Dense causal attention, per active entry (4 D and 10 D)."""
     sparse_forward: Rate
     sparse_backward: Rate
     """This package's kernels, likewise. By queries that read a column: tokens of a segment that a rank has, times query heads of
     a pattern. Diagonals have the last number."""
-    ring_dense_forward: float
-    ring_dense_backward: float
+    ring_dense_forward: PositiveFloat
+    ring_dense_backward: PositiveFloat
     """Dense attention on a ring, whose shards no library of dense attention takes: this package's kernels on the full index."""
-    rest: float
+    rest: PositiveFloat
     """Everything but attention in a training step, on the FLOPs that it executes (recomputation included)."""
-    liger_rest: float
+    liger_rest: PositiveFloat
     """The same with Liger's kernels."""
     chunked: Rate = 0.88
     """Of these two rates what is left with ``layer_chunk_tokens``: a projection more, copies, sums of weight gradients. By tokens
     of a chunk."""
-    inner_gb_s: float
-    outer_gb_s: float
+    inner_gb_s: PositiveFloat
+    outer_gb_s: PositiveFloat
     """Link of one GPU to another one of its node, and of another node."""
-    latency_ms: float
+    latency_ms: NonNegativeFloat
     """Of one transfer."""
-    host_gb_s: float = 50
+    host_gb_s: PositiveFloat = 50
     """From pinned host memory to one GPU."""
-    disk_gb_s: float = Field(default=2, gt=0)
+    disk_gb_s: PositiveFloat = 2
     """Between host memory and the disk, of one GPU's share, written or read. Of all profiles assumed, not measured: an NVMe drive
     for each GPU, at what such drives write for long."""
-    index_share: float
+    index_share: NonNegativeFloat
     """Time for choosing the index over that of the sparse attention of one layer, both passes; by thresholds (price, top_p)."""
-    fixed_index_share: float
+    fixed_index_share: NonNegativeFloat
     """Likewise by the fixed selector, which ranks the sums of every head and segment."""
-    scores: float
+    scores: PositiveFloat
     """Scores of all queries and keys without attention (every_query), TFLOP/s at 2 D a causal pair."""
-    column_gb_s: float | None = Field(default=None, gt=0)
+    column_gb_s: PositiveFloat | None = None
     """Keys and values of columns put in their order, and sums of their gradients put back, GB/s of these; null: not counted."""
-    listing_ms: float = 0.0
+    listing_ms: NonNegativeFloat = 0.0
     """Making lists of a million columns from bits (every_query)."""
 
 

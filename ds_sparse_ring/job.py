@@ -160,10 +160,25 @@ class Schedule(NamedTuple):
         return " x ".join(parts)
 
 
+def configured(job: Job) -> Schedule | None:
+    """The schedule that the configuration names; None if it names none."""
+    config = job.config
+    if not config.model_fields_set & {"ulysses_degree", "inner_degree", "inner"}:
+        return None
+    return Schedule(config.ulysses_degree, config.inner_degree, config.inner)
+
+
 def schedules(job: Job) -> list[Schedule]:
-    """What the job's ranks and heads allow: flat rings, inner rings of a node, and all of a node's shards gathered at once."""
-    size = job.config.check_degree(job.world)
-    found = []
+    """What the job's ranks and heads allow: flat rings, inner rings of a node, and all of a node's shards gathered at once.
+
+    The one that the configuration names is among them.
+
+    Raises:
+        SparseRingError: that one is impossible, naming what would be possible.
+    """
+    size, own = job.config.check_degree(job.world), configured(job)
+    job.config.check_heads(job.model.num_attention_heads, job.model.num_key_value_heads)
+    found = [] if own is None else [own]
     for ulysses in (n for n in range(1, size + 1) if size % n == 0 and n <= job.hardware.node_ranks):
         try:
             job.config.model_copy(update={"ulysses_degree": ulysses}).check_heads(
@@ -177,7 +192,7 @@ def schedules(job: Job) -> list[Schedule]:
             found.append(Schedule(ulysses, within))
         if (gathered := min(within, ring)) > 1 and ring % gathered == 0:
             found.append(Schedule(ulysses, gathered, "gather"))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def states_of(ds: Mapping[str, Any]) -> dict[str, Any]:

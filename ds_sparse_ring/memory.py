@@ -369,8 +369,6 @@ def longest_sequence(job: Job) -> tuple[int, Schedule | None, list[str]]:
         Tokens (0 if none fits), the schedule, and what does not fit for the next longer one.
     """
     found = [(*_longest(job, schedule), schedule) for schedule in schedules(job)]
-    if not found:
-        return 0, None, [f"no schedule for {job.world} ranks and the model's heads: set degree or ulysses_degree to 1"]
     units, reasons, schedule = max(found, key=lambda each: each[0])
     return units * MAX_SEQUENCE_UNIT, schedule if units else None, reasons
 

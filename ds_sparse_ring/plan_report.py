@@ -14,7 +14,7 @@ from ds_sparse_ring.ds_json import load_ds_json
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
-from ds_sparse_ring.job import Job, Schedule, load_shape, schedules, states_of
+from ds_sparse_ring.job import Job, Schedule, configured, load_shape, schedules, states_of
 from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, memory_of
 from ds_sparse_ring.plan_sizes import Choice, Sizes, all_keys, better, choose, longest_with_sizes, open_keys, try_sizes
 from ds_sparse_ring.plots import save_timeline
@@ -22,6 +22,7 @@ from ds_sparse_ring.simulate import save_trace
 from ds_sparse_ring.units import GIB
 
 _COLUMNS_OF_DENSITY = 0.3
+_MOST_RANKS = 64
 
 
 def print_plan(job: Job, title: str, timeline: Path | None) -> None:
@@ -33,12 +34,11 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
     Raises:
         SparseRingError: a set-up that is impossible, naming what would be possible.
     """
-    own = [estimate(job, schedule) for schedule in schedules(job)]
-    if not own:
-        raise SparseRingError(
-            f"plan: no schedule fits {job.world} ranks and the heads of {title}: set degree or ulysses_degree to 1"
-        )
     left_out, console = open_keys(job), _console()
+    tried, left = _simulated(job)
+    if left:
+        console.print(f"{left} schedules with rings of more than {_MOST_RANKS} ranks are left out: they take minutes to simulate")
+    own = [estimate(job, schedule) for schedule in tried]
     found = try_sizes(job, own, left_out)
     best = choose(job, found)
     console.print(_table(job, title, _shown(job, found, best)))
@@ -55,6 +55,13 @@ def print_plan(job: Job, title: str, timeline: Path | None) -> None:
         _print_better(better(best, job, try_sizes(job, own, every)), best, job, console)
     if best is not None and timeline is not None:
         _save_timeline(best.estimate, timeline, console)
+
+
+def _simulated(job: Job) -> tuple[list[Schedule], int]:
+    """Schedules of short rings and the configuration's own, or all if there are no others; and how many that leaves out."""
+    every, size = schedules(job), job.config.check_degree(job.world)
+    short = [s for s in every if size // s.ulysses <= _MOST_RANKS or s == configured(job)] or every
+    return short, len(every) - len(short)
 
 
 def _shown(job: Job, found: list[Choice], best: Choice | None) -> list[Choice]:
@@ -161,6 +168,9 @@ def _print_misfit(nearest: Estimate, job: Job, console: Console) -> None:
     console.print(f"no schedule fits the memory; {'; '.join(nearest.memory.misfits(job.hardware))}")
     console.print(f"on the device, GiB: {', '.join(_parts(nearest.memory))}")
     console.print(f"ways out: {', '.join(_ways_out(job))}. --config FILE plans with the settings of a file")
+    if job.world <= _MOST_RANKS:
+        _, tokens, _, _ = longest_with_sizes(job, open_keys(job))
+        console.print(f"the longest sequence that fits here: {tokens} tokens ({tokens / 1024:g}K), see --max-seq")
 
 
 def _ways_out(job: Job) -> list[str]:
@@ -212,7 +222,9 @@ def _row(choice: Choice, job: Job, *, copies: bool) -> list[str]:
     e, size, page = choice.estimate, job.config.check_degree(job.world), choice.sizes.page
     tokens = job.world // size * job.tokens / e.step_ms * 1e3
     return [
-        e.schedule.name(size) + (f", pages of {page}" if page != job.config.page_tokens else ""),
+        e.schedule.name(size)
+        + (f", pages of {page}" if page != job.config.page_tokens else "")
+        + (", as configured" if e.schedule == configured(job) else ""),
         f"{e.step_ms / 1e3:.2f}",
         f"{tokens:.0f}",
         f"{e.attention_ms / 1e3:.2f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,23 @@ def test_the_command_names_keys_and_shows_copies(tmp_path: Path) -> None:
     disk = {"host_gib": 10, "disk_path": "/local/nvme", "disk_gib": 400, "staging_gib": 9}
     assert "copies s" in output("--seq", "1M", offload=disk)
     assert '"layer_chunk_tokens": 16384' in output("--max-seq")
+
+
+def test_the_schedule_of_the_file_is_shown_and_an_impossible_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for section, told in (
+        ({"inner_degree": 2}, "ring of 4 x 2, as configured"),
+        ({"ulysses_degree": 3}, "ulysses_degree = 3 does not"),
+        ({"heads_per_pattern": 3}, "heads_per_pattern = 3 does not divide the 8 query heads"),
+    ):
+        path.write_text(json.dumps({"sparse_ring": section}))
+        result = CliRunner().invoke(app, ["plan", "--config", str(path), "--world", "8" if "inner_degree" in section else "6"])
+        assert told in result.output + result.stderr
+
+
+def test_long_rings_are_left_out_and_a_misfit_names_the_longest_sequence() -> None:
+    large, misfit = (
+        CliRunner().invoke(app, ["plan", *words]).output for words in (["--world", "80"], ["--world", "1", "--seq", "1M"])
+    )
+    assert "3 schedules with rings of more than 64 ranks are left out" in large and "Ulysses 2 x ring of 40" in large
+    assert re.search(r"the longest sequence that fits here: \d+ tokens", misfit)
