@@ -14,6 +14,9 @@ from ds_sparse_ring.job import Job, Schedule
 from ds_sparse_ring.run_log import RunLog, log_of, read_run
 from ds_sparse_ring.units import GIB
 
+_MOST_HOPS = 64
+"""Of one pass that are shown."""
+
 
 def print_comparison(log: Path, hardware: str | None) -> None:
     """Simulate the step that a log has measured, with the density that was measured, and print both.
@@ -43,11 +46,40 @@ def print_comparison(log: Path, hardware: str | None) -> None:
         table.add_row(label, "-" if measured is None else f"{measured:.4g}", f"{simulated:.4g}", error)
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
+    console.print(_hop_table(run, e))
+    if (spread := run.median("head_imbalance")) is not None:
+        console.print(f"measured alone: the busiest pattern has {spread:.3f} times the mean one's pairs, mean over layers")
     console.print(
         f"measured: medians of {len(steps)} logged steps, {steps[0]} to {steps[-1]}; a step has {run.job.accumulation} x "
         f"{run.job.micro_batch} sequences a ring. simulated: density {job.density:.4f} of the triangle, {job.columns:.4f} of it "
         f"columns, as measured; rates of {name}: {job.hardware.source}"
     )
+
+
+def _hop_table(run: RunLog, e: Estimate) -> Table:
+    table = Table("hop", title="of one step, all layers, mean over ranks", title_justify="left")
+    for name in ("forward s", "simulated", "wait s", "backward s", "simulated", "wait s"):
+        table.add_column(name, justify="right")
+    for hop, figures in enumerate(hop_rows(run, e)):
+        if hop < _MOST_HOPS:
+            table.add_row(str(hop), *("-" if figure is None else f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def hop_rows(run: RunLog, e: Estimate) -> list[tuple[float | None, ...]]:
+    """Of each hop and of one optimizer step, seconds: compute measured and simulated, and measured waiting; forward, backward.
+
+    Outputs that are not kept are attended to twice.
+    """
+    found = []
+    passes = [("forward", e.forward, e.layers + e.memory.recomputed), ("backward", e.backward, e.layers)]
+    for hop in range(len(e.forward.by_hop)):
+        row: list[float | None] = []
+        for name, simulated, times in passes:
+            compute_s, wait_s = (run.median_of_hop(name, what, hop) for what in ("compute_s", "wait_s"))
+            row += [compute_s, times * run.job.accumulation * simulated.by_hop[hop] / 1e3, wait_s]
+        found.append(tuple(row))
+    return found
 
 
 def job_of(run: RunLog, hardware: str) -> Job:

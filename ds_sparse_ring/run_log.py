@@ -167,6 +167,12 @@ class RunLog:
         values = [line[key] for line in self.lines if line.get(key) is not None]
         return statistics.median(values) if values else None
 
+    def median_of_hop(self, direction: str, what: str, hop: int) -> float | None:
+        """Of a hop's seconds; None if no line has that hop."""
+        passes = [line["per_hop"][direction][what] for line in self.lines if "per_hop" in line]
+        values = [of_hops[hop] for of_hops in passes if hop < len(of_hops)]
+        return statistics.median(values) if values else None
+
 
 def read_run(path: Path) -> RunLog:
     """Read what train/pretrain.py or Trainer wrote.

@@ -86,7 +86,7 @@ class PassTime:
     Attributes:
         total: until the last rank has ended. compute: mean over ranks. exposed: mean time that ranks wait, for transfers and
             for pages. imbalance: busiest rank over the mean. hop_imbalance: mean over hops of the slowest rank's compute over
-            the mean rank's.
+            the mean rank's. by_hop: compute of each hop, mean over ranks.
     """
 
     total: float
@@ -94,6 +94,7 @@ class PassTime:
     exposed: float
     imbalance: float
     hop_imbalance: float
+    by_hop: tuple[float, ...]
     events: tuple[Event, ...]
 
 
@@ -224,6 +225,7 @@ def simulate_pass(
         exposed=float(np.mean([rank.waited for rank in ranks])),
         imbalance=float(by_rank.max() / by_rank.mean()),
         hop_imbalance=float(worst.mean()),
+        by_hop=tuple(by_hop.tolist()),
         events=tuple(timing.events),
     )
 

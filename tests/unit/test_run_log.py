@@ -15,7 +15,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.job import SHAPES, Job, Schedule
-from ds_sparse_ring.plan_compare import job_of, rows
+from ds_sparse_ring.plan_compare import hop_rows, job_of, rows
 from ds_sparse_ring.run_log import RunJob, read_run
 
 CONFIG = SparseRingConfig(dense_warmup_steps=1)
@@ -36,7 +36,7 @@ def start(**values: Any) -> dict[str, Any]:
     return {"event": "start", "step": 0, "steps": 4, "job": RunJob(**{**job, **values}).model_dump()}
 
 
-def step(number: int, **values: float) -> dict[str, Any]:
+def step(number: int, **values: Any) -> dict[str, Any]:
     return {
         "step": number,
         "loss": 1.0,
@@ -114,3 +114,16 @@ def test_other_files_and_idle_options_are_refused(tmp_path: Path) -> None:
 def test_profiles_are_found_by_the_name_of_a_device() -> None:
     names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "cpu", "NVIDIA L4")
     assert [profile_of_device(name) for name in names] == ["h200", "h100", "a100-40gb", "a100-80gb", "cpu", None]
+
+
+def test_hops_stand_beside_the_simulated_ones(tmp_path: Path) -> None:
+    per_hop = {name: {"compute_s": [0.4, 0.3, 0.2, 0.1], "wait_s": [0.0, 0.01, 0.0, 0.0]} for name in ("forward", "backward")}
+    run = read_run(write(tmp_path, start(), *(step(n, per_hop=per_hop, head_imbalance=1.5) for n in (2, 3))))
+    e = estimate(job_of(run, "h200"), Schedule())
+    found = hop_rows(run, e)
+    assert [(row[0], row[2]) for row in found] == [(0.4, 0.0), (0.3, 0.01), (0.2, 0.0), (0.1, 0.0)]
+    assert [sum(row[i] or 0.0 for row in found) for i in (1, 4)] == [
+        pytest.approx(2 * e.layers * one.compute / 1e3) for one in (e.forward, e.backward)
+    ]
+    shown = CliRunner().invoke(app, ["plan", "--compare", str(tmp_path / "metrics.jsonl")]).output
+    assert "0.300" in shown and "1.500 times the mean one's pairs" in shown
