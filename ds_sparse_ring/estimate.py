@@ -18,6 +18,7 @@ from ds_sparse_ring.memory import (
     column_parts,
     columns_of,
     exchanges_by_chunks,
+    layers_before_others,
     memory_of,
     patterns_of,
     plan_report,
@@ -51,7 +52,7 @@ class Estimate:
     def attention_ms(self) -> float:
         """Of all layers, both passes, heads exchanged, columns waited for and moved, index chosen; outputs not kept again."""
         per_layer = self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms + self.moved_ms
-        return self.layers * per_layer + self.memory.recomputed * self.forward.total
+        return self.layers * per_layer + self.memory.again * self.forward.total
 
     @property
     def step_ms(self) -> float:
@@ -98,7 +99,7 @@ def estimate(job: Job, schedule: Schedule) -> Estimate:
         exchange_ms=_exchange_ms(job, schedule, local),
         columns_ms=_columns_ms(job, heads, kv_heads, layout, forward, backward),
         moved_ms=_moved_ms(job, heads),
-        rest_ms=8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / _rest_rate(job) / 1e9,
+        rest_ms=_rest_ms(job, local),
         layers=model.num_hidden_layers,
         memory=memory,
         report=report,
@@ -128,6 +129,18 @@ def _sparse_rate(job: Job, heads: int, layout: Layout, rate: Rate) -> float:
     of_columns, of_diagonals = rate_at(rate, here * heads / patterns_of(job, heads)), rate_at(rate, math.inf)
     share = job.columns / job.density if job.density else 0.0
     return 1 / (share / of_columns + (1 - share) / of_diagonals)
+
+
+def _rest_ms(job: Job, local: int) -> float:
+    """All but attention: two forward passes and the backward pass, a third forward pass of layers before others of a group."""
+    layers, words = job.model.layer_parameters, job.model.vocab_size * job.model.hidden_size
+    return (8 * (layers + words) + 2 * layers * _again(job)) * local / _rest_rate(job) / 1e9
+
+
+def _again(job: Job) -> float:
+    """Share of the layers that run forward again for the inputs of later ones."""
+    layers = job.model.num_hidden_layers
+    return layers_before_others(job, layers) / layers
 
 
 def _rest_rate(job: Job) -> float:
@@ -172,7 +185,7 @@ def _moved_ms(job: Job, heads: int) -> float:
 
 
 def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
-    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in the replay.
+    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in each replay.
 
     Layers that work on chunks wait for one of them each time; the others are under way beside norms and products.
     """
@@ -186,8 +199,9 @@ def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
     if exchanges_by_chunks(job, schedule):
         assert job.config.layer_chunk_tokens is not None
         tokens = min(local, job.config.layer_chunk_tokens)
-    sent = tokens * (3 * qkv + 3 * o) * (ulysses - 1) / ulysses
-    return 6 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+    passes = 3 + _again(job)
+    sent = tokens * passes * (qkv + o) * (ulysses - 1) / ulysses
+    return 2 * passes * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
 def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: PassTime, backward: PassTime) -> float:
