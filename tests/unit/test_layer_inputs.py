@@ -160,6 +160,19 @@ class TestRefusals:
         with pytest.raises(SparseRingError, match=r"layer_inputs_every = 5: the input of layer 4 is .*remove the hook"):
             loss_of(model, one_rank(37, layer_inputs_every=5))
 
+    @pytest.mark.parametrize(
+        ("option", "way_out"), [({"every_n_layers": 2}, "layer_inputs_every"), ({"offload": True}, "offload.host_gib")]
+    )
+    @pytest.mark.parametrize("values", [{"layer_chunk_tokens": 37}, {"offload": HOST}])
+    def test_options_of_transformers_beside_the_section(
+        self, option: dict[str, Any], way_out: str, values: dict[str, Any]
+    ) -> None:
+        model = tiny_model()
+        enable_gradient_checkpointing(model, **option)
+        ring = SparseRing(SparseRingConfig(**section("price", degree=1, **values)))
+        with pytest.raises(SparseRingError, match=f"{next(iter(option))} .*leave it out.* sparse_ring.{way_out}"):
+            loss_of(model, ring)
+
 
 def steps(every: int, zero: str, trained_part: str = "", **values: Any) -> list[torch.Tensor]:
     """Losses of some steps."""
