@@ -123,12 +123,13 @@ class _SparseRingAttention(torch.autograd.Function):
         kv, parts = DeviceKV(k, v, pages), ColumnParts(parts_of(index, k), k, v, context)
         at_once = None if parts.indices else index
         if kept is not None and kept.output is not None:
-            o, lse = kept.output.take() if isinstance(kept.output, Spilled) else kept.output
-            # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
-            with context.meter.timed("attention"):
-                kept.arriving[:] = [ColumnGather(k, v, at_once, context).start()]
-                if pages is not None:
-                    pages.put_all(kv)
+            o, lse = kept.output.take(last=trains) if isinstance(kept.output, Spilled) else kept.output
+            if trains:  # and is no replay for a later layer's input, which no backward pass follows
+                # not kept, since on each rank they are as many as the whole sequence has: they arrive until the backward pass
+                with context.meter.timed("attention"):
+                    kept.arriving[:] = [ColumnGather(k, v, at_once, context).start()]
+                    if pages is not None:
+                        pages.put_all(kv)
             columns = None
         else:
             with context.meter.timed("attention"):

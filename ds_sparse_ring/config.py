@@ -222,6 +222,10 @@ class SparseRingConfig(Strict):
     layer_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a shard that pass through a decoder layer's norms, projections and MLP at once; null is all of them."""
 
+    layer_inputs_every: int = Field(default=1, ge=1)
+    """With layer_chunk_tokens, of so many decoder layers in a row only the first keeps its input; the backward pass makes the
+    others' again by another forward pass of the layers between. 1: each keeps its own."""
+
     offload: OffloadConfig | None = None
     """Host memory and disk for what does not fit on the device, per rank; null is none."""
 
@@ -252,6 +256,11 @@ class SparseRingConfig(Strict):
             raise ValueError(
                 'inner = "gather" needs inner_degree, the ranks whose keys and values are held at once: '
                 'set it (the degree itself gathers the whole sequence) or inner = "ring"'
+            )
+        if self.layer_inputs_every > 1 and self.layer_chunk_tokens is None:
+            raise ValueError(
+                f"layer_inputs_every = {self.layer_inputs_every} needs layer_chunk_tokens, by which layers are their own "
+                "checkpoints: set it (e.g. 16384), or leave layer_inputs_every out"
             )
         check_reads(self, self.selector)
         if self.probe == "previous" and self.segment_tokens is None:

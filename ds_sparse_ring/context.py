@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ds_sparse_ring.layout import BLOCK, Layout
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.plan import RingPlan, ring_plan
 from ds_sparse_ring.schedule import Step
+from ds_sparse_ring.slots import Latest
 from ds_sparse_ring.spill import Graph
 
 
@@ -31,6 +32,7 @@ class SequenceContext:
         heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
             rank's share of the heads, for all tokens of the group in the order of its ranks.
         layer: the layer that attends, of `at_layer`; random patterns differ between layers.
+        latest: layer in chunks of this pass, from whose input the next one's can be made again.
         step: what the schedule says about this step; None: every layer chooses by the selector.
     """
 
@@ -45,6 +47,7 @@ class SequenceContext:
     heads_exchanged: bool = False
     layer: int = 0
     step: Step | None = None
+    latest: Latest = field(default_factory=Latest, compare=False)
 
     def at_layer(self, layer: int) -> SequenceContext:
         """The same sequence for one of the model's layers, with the selector that its step has for it."""

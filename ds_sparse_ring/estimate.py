@@ -20,6 +20,7 @@ from ds_sparse_ring.memory import (
     columns_of,
     exchanges_by_chunks,
     ladder_of,
+    layers_before_others,
     memory_of,
     patterns_of,
     plan_report,
@@ -54,7 +55,7 @@ class Estimate:
     def attention_ms(self) -> float:
         """Of all layers, both passes, heads exchanged, columns waited for and moved, index chosen; outputs not kept again."""
         per_layer = self.forward.total + self.backward.total + self.index_ms + self.exchange_ms + self.columns_ms + self.moved_ms
-        return self.layers * per_layer + self.memory.recomputed * self.forward.total
+        return self.layers * per_layer + self.memory.again * self.forward.total
 
     @property
     def step_ms(self) -> float:
@@ -142,10 +143,17 @@ def _sparse_rate(job: Job, heads: int, layout: Layout, rate: Rate) -> float:
 
 
 def _rest_ms(job: Job, local: int) -> float:
-    """Of all layers and the loss for ``local`` tokens: 2 FLOPs a weight forward, as many in the replay, 4 backward."""
+    """Of all layers and the loss for ``local`` tokens: 2 FLOPs a weight forward, as many in each replay, 4 backward."""
     model, machine, chunk = job.model, job.hardware, job.config.layer_chunk_tokens
     rate = (machine.liger_rest if job.liger else machine.rest) * (1.0 if chunk is None else rate_at(machine.chunked, chunk))
-    return 8 * (model.layer_parameters + model.vocab_size * model.hidden_size) * local / rate / 1e9
+    layers, words = model.layer_parameters, model.vocab_size * model.hidden_size
+    return (8 * (layers + words) + 2 * layers * _again(job)) * local / rate / 1e9
+
+
+def _again(job: Job) -> float:
+    """Share of the layers that run forward again for the inputs of later ones."""
+    layers = job.model.num_hidden_layers
+    return layers_before_others(job, layers) / layers
 
 
 def _copies_ms(job: Job, schedule: Schedule, rest_ms: float, index_ms: float, forward: PassTime, backward: PassTime) -> float:
@@ -195,7 +203,7 @@ def _moved_ms(job: Job, heads: int) -> float:
 
 
 def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
-    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in the replay.
+    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in each replay.
 
     Layers that work on chunks wait for one of them each time; the others are under way beside norms and products.
     """
@@ -209,8 +217,9 @@ def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
     if exchanges_by_chunks(job, schedule):
         assert job.config.layer_chunk_tokens is not None
         tokens = min(local, job.config.layer_chunk_tokens)
-    sent = tokens * (3 * qkv + 3 * o) * (ulysses - 1) / ulysses
-    return 6 * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+    passes = 3 + _again(job)
+    sent = tokens * passes * (qkv + o) * (ulysses - 1) / ulysses
+    return 2 * passes * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
 
 
 def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: PassTime, backward: PassTime) -> float:

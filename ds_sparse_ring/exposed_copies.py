@@ -19,7 +19,9 @@ def exposed_copies_ms(ladder: Ladder, hardware: Hardware, forward_ms: float, bac
             not kept.
     """
     shard, exposed = ladder.shard, 0.0
-    for of_input, of_output in zip(ladder.inputs, ladder.outputs, strict=True):
+    for layer, of_output in enumerate(ladder.outputs):
+        group, place = divmod(layer, shard.inputs_every)
+        of_input = ladder.inputs[group] if place == 0 else "recompute"
         places = ((of_input, shard.input), (of_output, sum(shard.output)))
         outside = sum(nbytes for place, nbytes in places if place in ("host", "disk"))
         disk_ms = sum(nbytes for place, nbytes in places if place == "disk") / hardware.disk_gb_s / 1e6

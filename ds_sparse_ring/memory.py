@@ -46,6 +46,7 @@ class Memory:
 
     Attributes:
         parts: on the device, by what they are. host, disk: outside of it. recomputed: layers whose output is not kept.
+        again: how often the backward pass attends for them: a layer whose output is made for a later layer's input, too.
         misfit: why what layers keep finds no room in the tiers of ``offload`` (``host`` is then what it would take), or "".
     """
 
@@ -53,6 +54,7 @@ class Memory:
     host: float
     disk: float
     recomputed: int
+    again: int
     misfit: str = ""
 
     @property
@@ -74,7 +76,7 @@ def kept_bytes(model: ModelShape, config: SparseRingConfig, ulysses: int) -> Kep
     kv_heads = max(model.num_key_value_heads, ulysses)
     return KeptBytes.of_token(
         model.num_hidden_layers, model.hidden_size, model.num_attention_heads, kv_heads, model.head_size,
-        paged=config.page_tokens is not None,
+        paged=config.page_tokens is not None, inputs_every=config.layer_inputs_every,
     )  # fmt: skip
 
 
@@ -125,11 +127,17 @@ def memory_of(job: Job, schedule: Schedule) -> Memory:
         "tokens of columns": columns * _INT64 * model.num_hidden_layers,
         "rotary tables": 2 * n * model.head_size * _BF16,
     }
-    again = model.num_hidden_layers if job.config.checkpoint == "index" else 0 if ladder is None else ladder.recomputed
+    recomputed = model.num_hidden_layers if job.config.checkpoint == "index" else 0 if ladder is None else ladder.recomputed
     if ladder is not None:
         host += ladder.used("host") + (ladder.budgets.staging if ladder.budgets.disk and not misfit else 0)
         disk += ladder.used("disk")
-    return Memory(parts, host, disk, again, misfit)
+    return Memory(parts, host, disk, recomputed, recomputed + layers_before_others(job, recomputed), misfit)
+
+
+def layers_before_others(job: Job, first: int) -> int:
+    """Of so many first layers, those that run forward again for the inputs of later ones (``layer_inputs_every``)."""
+    every, layers = job.config.layer_inputs_every, job.model.num_hidden_layers
+    return sum((layer + 1) % every > 0 for layer in range(min(first, layers - 1)))
 
 
 def columns_of(job: Job, heads: int) -> float:
@@ -214,15 +222,19 @@ def _ladder(job: Job, kept: KeptBytes, n: int) -> tuple[Ladder | None, str]:
         return make_ladder(kept, n, budgets, keep_outputs=outputs), ""
     except SparseRingError as error:
         shard = kept.of_shard(n)
-        enough = shard.pages + shard.layers * (shard.input + sum(shard.output))
+        enough = shard.pages + shard.inputs * shard.input + shard.layers * sum(shard.output)
         return make_ladder(kept, n, replace(budgets, host=enough), keep_outputs=outputs), str(error)
 
 
 def _kept_on_device(job: Job, ladder: Ladder | None, shard: KeptBytes) -> float:
-    """All of it without a ladder; with one what it puts there or, if that is more, what is fetched for this layer and ahead."""
+    """All of it without a ladder; with one what it puts there or, if that is more, what is fetched for this layer and ahead.
+
+    With the inputs of a group of layers that were made again and wait for their layers.
+    """
+    total: float = (min(shard.inputs_every, shard.layers) - 1) * shard.input
     if ladder is None:
-        return shard.layers * (shard.input + (sum(shard.output) if job.config.checkpoint == "output" else 0))
-    total = 0.0
+        outputs = shard.layers * sum(shard.output) if job.config.checkpoint == "output" else 0
+        return total + shard.inputs * shard.input + outputs
     fetched = 2 if ladder.recomputed < shard.layers else 3  # the next two tensors come early
     for places, nbytes in ((ladder.inputs, shard.input), (ladder.outputs, sum(shard.output))):
         outside = sum(place in ("host", "disk") for place in places)

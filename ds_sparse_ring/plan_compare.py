@@ -72,7 +72,7 @@ def hop_rows(run: RunLog, e: Estimate) -> list[tuple[float | None, ...]]:
     Outputs that are not kept are attended to twice.
     """
     found = []
-    passes = [("forward", e.forward, e.layers + e.memory.recomputed), ("backward", e.backward, e.layers)]
+    passes = [("forward", e.forward, e.layers + e.memory.again), ("backward", e.backward, e.layers)]
     for hop in range(len(e.forward.by_hop)):
         row: list[float | None] = []
         for name, simulated, times in passes:

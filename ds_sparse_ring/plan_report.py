@@ -15,7 +15,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware
 from ds_sparse_ring.job import Job, Schedule, configured, load_shape, schedules, states_of
-from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, memory_of
+from ds_sparse_ring.memory import MAX_SEQUENCE_UNIT, Memory, layers_before_others, memory_of
 from ds_sparse_ring.plan_sizes import Choice, Sizes, all_keys, better, choose, longest_with_sizes, open_keys, try_sizes
 from ds_sparse_ring.plots import save_timeline
 from ds_sparse_ring.simulate import save_trace
@@ -128,6 +128,8 @@ def print_longest(job: Job, title: str) -> None:
     console.print(f"host memory {memory.host / GIB:.1f} GiB, disk {memory.disk / GIB:.1f} GiB a rank")
     if memory.recomputed:
         console.print(f"{memory.recomputed} of {job.model.num_hidden_layers} layers attend again in the backward pass")
+    if again := layers_before_others(job, job.model.num_hidden_layers):
+        console.print(f"{again} of {job.model.num_hidden_layers} layers run forward once more, for the inputs of later ones")
     console.print(f"predicted, not measured; {_shares(job)}")
 
 
@@ -179,6 +181,7 @@ def _ways_out(job: Job) -> list[str]:
     ways = [
         ("Liger (--liger)", not job.liger),
         ("layer_chunk_tokens", config.layer_chunk_tokens is None),
+        ("layer_inputs_every (2)", config.layer_chunk_tokens is not None and config.layer_inputs_every == 1),
         ("offload" if config.offload is None else "more room in offload", True),
         ("a higher ZeRO stage", job.zero_stage < 3),
         ("more GPUs (--world)" if every else "more ranks to a sequence (degree)", True),

@@ -44,7 +44,9 @@ class Sizes(NamedTuple):
         offload = job.config.offload
         if offload is not None:
             offload = offload.model_copy(update={"kv_page_tokens": self.page})
-        return replace(job, config=job.config.model_copy(update={"layer_chunk_tokens": self.chunk, "offload": offload}))
+        every = 1 if self.chunk is None else job.config.layer_inputs_every  # whole layers keep their inputs
+        update = {"layer_chunk_tokens": self.chunk, "layer_inputs_every": every, "offload": offload}
+        return replace(job, config=job.config.model_copy(update=update))
 
 
 @dataclass(frozen=True)

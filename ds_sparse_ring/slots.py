@@ -10,9 +10,10 @@ on another thread than the one that recorded, each enters its own context.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ds_sparse_ring.errors import SparseRingError
 
@@ -45,6 +46,21 @@ class Slot(Generic[T]):
     def rewind(self) -> None:
         """Start a replay at the first state; a graph that is kept can be replayed again."""
         self._next = 0
+
+
+class Latest:
+    """The checkpointed call of a forward pass that ran last, as long as something else keeps it: the graph."""
+
+    def __init__(self) -> None:
+        self._call: weakref.ref[Any] | None = None
+
+    def set(self, call: object) -> None:
+        """It has run."""
+        self._call = weakref.ref(call)
+
+    def get(self) -> Any:
+        """The call, or None."""
+        return None if self._call is None else self._call()
 
 
 _current: ContextVar[Slot | None] = ContextVar("ds_sparse_ring_slot", default=None)

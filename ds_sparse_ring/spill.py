@@ -172,13 +172,18 @@ class Graph:
             raise self.spill.full(x)
         return kept
 
-    def take(self, spilled: Spilled) -> list[Tensor]:
-        """The tensors on the device, for the current stream."""
+    def take(self, spilled: Spilled, *, last: bool = True) -> list[Tensor]:
+        """The tensors on the device, for the current stream.
+
+        Args:
+            last: False: they will be taken once more, and come early then, too.
+        """
         tensors = self.spill.fetch(spilled)
         with self._lock:
-            waiting = [other for ref in self._kept if (other := ref()) is not None and other is not spilled]
-            self._kept = [weakref.ref(other) for other in waiting]
-        for other in reversed(waiting[-_AHEAD:]):
+            waiting = [other for ref in self._kept if (other := ref()) is not None]
+            others = [other for other in waiting if other is not spilled]
+            self._kept = [weakref.ref(other) for other in (others if last else waiting)]
+        for other in reversed(others[-_AHEAD:]):
             self.spill.prefetch(other)
         return tensors
 
@@ -210,6 +215,6 @@ class Spilled:
         self.graph, self.nbytes, self.tensors = graph, nbytes, tensors
         self.keys: list[int] = []
 
-    def take(self) -> list[Tensor]:
+    def take(self, *, last: bool = True) -> list[Tensor]:
         """`Graph.take`."""
-        return self.graph.take(self)
+        return self.graph.take(self, last=last)

@@ -7,7 +7,8 @@ a layer is one autograd function, which is its own checkpoint and works on chunk
 * backward: chunks: q, k, v again; o as the first pass left it; chunks: from dy to do; attention's backward; chunks: to dx
 
 Kept for the backward pass are the layer's input x and what attention puts into the slot of its call (`ds_sparse_ring.slots`);
-with an ``"offload"`` section both leave the device. Gradients of weights are summed over the chunks in float32 and leave the
+with an ``"offload"`` section both leave the device. With ``"layer_inputs_every"`` the first of a few layers in a row keeps x, and
+the backward pass makes the others' again (`_Kept`). Gradients of weights are summed over the chunks in float32 and leave the
 function once: hooks on parameters, with which ZeRO reduces gradients, run once per parameter and micro-batch. Under ZeRO-3 a
 layer is a leaf module, gathered once per pass and not for every chunk.
 
@@ -21,10 +22,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from deepspeed.utils import set_z3_leaf_module
@@ -39,6 +41,7 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.integrations.model_checks import check_arguments
 from ds_sparse_ring.kernels.contract import accumulator_dtype
 from ds_sparse_ring.slots import checkpoint_context_fn
+from ds_sparse_ring.spill import Spilled
 from ds_sparse_ring.ulysses import ChunkExchange
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -116,6 +119,8 @@ class ChunkedForward:
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (again := kwargs.get("again")) is not None:  # within the hooks of the layer, of ZeRO-3 for one
+            return again()
         if kwargs.get("sparse_ring") is None:  # whole rows
             return type(self.layer).forward(self.layer, *args, **kwargs)
         return self._sharded(*args, **kwargs)
@@ -145,8 +150,12 @@ class ChunkedForward:
             with torch.no_grad():
                 return call.forward(hidden_states)
         first, replay = checkpoint_context_fn()
-        with _kept_with(replay, sparse_ring):
-            return _ChunkedLayer.apply(hidden_states, call, first, weakref.ref(replay), *trained)
+        kept = _Kept(call, replay, hidden_states.requires_grad, _layer_before(layer, hidden_states, sparse_ring))
+        with saved_tensors_hooks(kept.keep, _Kept.take):
+            y: Tensor = _ChunkedLayer.apply(hidden_states, call, first, weakref.ref(replay), *trained)
+        kept.output = y.data_ptr()
+        sparse_ring.latest.set(kept)
+        return y
 
 
 def _check_dropout(layer: nn.Module) -> None:
@@ -160,20 +169,81 @@ def _check_dropout(layer: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Kept:
-    """What the graph owns of a call: its input, maybe outside the device, and the slot. Both go when the graph lets go of it."""
+    """What the graph owns of a call: the slot and the input, maybe outside the device. Both go when the graph lets go of it.
 
-    x: Any
+    Of ``layer_inputs_every`` layers in a row only the first one keeps its input. The first one to run backward, the last of
+    them, makes the others' inputs again, which then wait on the device for their own layers.
+
+    Attributes:
+        wants_dx: whether the input has a gradient. before: the layer from which the input is made; None: it is kept.
+        x: the kept input. made: the input that a later layer has made. output: address of the output.
+    """
+
+    call: _LayerCall
     replay: AbstractContextManager[None]
+    wants_dx: bool
+    before: _Kept | None
+    x: Tensor | Spilled | None = None
+    made: Tensor | None = None
+    output: int = 0
+
+    def keep(self, x: Tensor) -> _Kept:
+        """What autograd saves in place of the input."""
+        spill = self.call.context.spill
+        if self.before is None:
+            self.x = x.detach() if spill is None else spill.saved_tensors().pack_hook(x)
+        return self
+
+    def take(self) -> Tensor:
+        """The input ``[1, n, W]``, for this layer's backward pass."""
+        if self.before is None:
+            return self._input(last=True)
+        if self.made is None:  # also in the second pass over a graph that is kept
+            self._make()
+        x, self.made = self.made, None
+        assert x is not None
+        return x
+
+    def _make(self) -> None:
+        """Inputs of this layer and of those between it and the one that has kept its own."""
+        layers = [self]
+        while (before := layers[-1].before) is not None:
+            layers.append(before)
+        x = layers[-1]._input(last=False)
+        for kept, following in pairwise(reversed(layers)):
+            following.made = x = kept._forward_again(x)
+
+    def _input(self, *, last: bool) -> Tensor:
+        assert self.x is not None
+        return self.x.take(last=last)[0] if isinstance(self.x, Spilled) else self.x.detach()
+
+    def _forward_again(self, x: Tensor) -> Tensor:
+        """x -> y, both ``[1, n, W]``. The module is called: ZeRO-3's hooks gather its parameters, in an order that they learn."""
+
+        def forward() -> Tensor:
+            with torch.no_grad(), self.replay:
+                return self.call.forward(x)
+
+        # These hooks count the inputs with a gradient anew in each forward pass, and the layer's backward pass counts them down.
+        with torch.enable_grad():
+            y: Tensor = nn.Module.__call__(self.call.layer, _leaf(x, self.wants_dx), again=forward)
+        return y.detach()
 
 
-def _kept_with(replay: AbstractContextManager[None], context: SequenceContext) -> saved_tensors_hooks:
-    """Within it, the layer input that autograd saves is kept as `_Kept`, outside the device if there is an offload section."""
-    spill = None if context.spill is None else context.spill.saved_tensors()
-    pack: Callable[[Tensor], Any] = Tensor.detach if spill is None else spill.pack_hook
-    unpack: Callable[[Any], Tensor] = Tensor.detach if spill is None else spill.unpack_hook
-    return saved_tensors_hooks(lambda x: _Kept(pack(x), replay), lambda kept: unpack(kept.x))
+def _layer_before(layer: Any, x: Tensor, context: SequenceContext) -> _Kept | None:
+    """The layer from which this one's input is made again; None: it keeps its input."""
+    every, number, kept = context.config.layer_inputs_every, layer.self_attn.layer_idx, context.latest.get()
+    if number % every == 0 or kept is None or kept.call.layer.self_attn.layer_idx + 1 != number:
+        return None
+    if x.data_ptr() != kept.output:
+        raise SparseRingError(
+            f"sparse_ring.layer_inputs_every = {every}: the input of layer {number} is not what layer {number - 1} returned, and "
+            "the backward pass would make it again from there: remove the hook or code between the layers that changes it, or "
+            "leave layer_inputs_every out"
+        )
+    return cast(_Kept, kept)
 
 
 class _ChunkedLayer(torch.autograd.Function):

@@ -213,7 +213,10 @@ class Setup:
         if config.offload is not None:
             disk = f", then {config.offload.disk_gib:g} GiB in {config.offload.disk_path}" if config.offload.disk_path else ""
             kept += f"; with layer inputs in host memory, up to {config.offload.host_gib:g} GiB a rank{disk}"
-        return kept if config.layer_chunk_tokens is None else f"layers in chunks of {config.layer_chunk_tokens} tokens; {kept}"
+        if config.layer_chunk_tokens is None:
+            return kept
+        every = "" if config.layer_inputs_every == 1 else f", an input kept of {config.layer_inputs_every} in a row"
+        return f"layers in chunks of {config.layer_chunk_tokens} tokens{every}; {kept}"
 
     def _pages(self) -> list[tuple[str, str]]:
         tokens = self.ring.config.page_tokens

@@ -36,8 +36,8 @@ def kept_by_layers(decoder: nn.Module, ring: SparseRing) -> KeptBytes | None:
     kv_heads = max(config.num_key_value_heads, ring.axes.ulysses_size)
     return KeptBytes.of_token(
         config.num_hidden_layers, config.hidden_size, heads, kv_heads, head_size,
-        paged=ring.config.page_tokens is not None, input_bytes=weights.dtype.itemsize, output_bytes=worked_in.itemsize,
-        sum_bytes=accumulator_dtype(worked_in).itemsize,
+        paged=ring.config.page_tokens is not None, inputs_every=ring.config.layer_inputs_every,
+        input_bytes=weights.dtype.itemsize, output_bytes=worked_in.itemsize, sum_bytes=accumulator_dtype(worked_in).itemsize,
     )  # fmt: skip
 
 

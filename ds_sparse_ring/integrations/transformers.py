@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_sparse_ring.attention import sparse_ring_attention
@@ -44,6 +46,7 @@ from ds_sparse_ring.integrations.model_checks import (
 from ds_sparse_ring.slots import checkpoint_context_fn
 
 if TYPE_CHECKING:
+    from ds_sparse_ring.config import SparseRingConfig
     from ds_sparse_ring.runtime import SparseRing
 
 NAME = "sparse_ring"
@@ -121,6 +124,7 @@ class _BindSequence:
         self._check_positions(sequence)
         if decoder.training and torch.is_grad_enabled():
             _check_checkpointing(decoder)
+            _check_options(decoder, ring.config)
             check_offload(ring.config, checkpointed=layers is not None)
         return args, {**kwargs, NAME: ring.bind(sequence, layers=layers), "use_cache": False}
 
@@ -170,6 +174,24 @@ def _check_checkpointing(decoder: nn.Module) -> None:
                     "gradient checkpointing is on without our context_fn, so the backward pass would select and "
                     "attend again: call ds_sparse_ring.integrations.transformers.enable_gradient_checkpointing(model)"
                 )
+
+
+def _check_options(decoder: nn.Module, config: SparseRingConfig) -> None:
+    """Refuse options of Transformers' checkpointing where the section says what layers keep, and where."""
+    if config.offload is None and config.layer_chunk_tokens is None:
+        return
+    layers: list[Any] = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if len({layer.gradient_checkpointing for layer in layers}) > 1:
+        raise SparseRingError(
+            "gradient checkpointing: every_n_layers has no effect on layers in chunks, and sparse_ring.offload counts on all "
+            "layers to be checkpointed: leave it out; layers in chunks keep fewer inputs by sparse_ring.layer_inputs_every"
+        )
+    for function in (layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing):
+        if (*function.args, function.func)[0] is not checkpoint:  # what `adopt_gradient_checkpointing` has wrapped
+            raise SparseRingError(
+                "gradient checkpointing: offload of Transformers has no effect on layers in chunks, and takes inputs away from "
+                "sparse_ring.offload: leave it out, and set sparse_ring.offload.host_gib"
+            )
 
 
 def attach(model: nn.Module, ring: SparseRing) -> Attachment:
@@ -260,7 +282,8 @@ def enable_gradient_checkpointing(model: nn.Module, **options: Any) -> None:
     """Turn on gradient checkpointing whose replay takes index and attention output from where the first pass left them.
 
     Args:
-        options: ``every_n_layers`` and ``offload`` of Transformers.
+        options: ``every_n_layers`` and ``offload`` of Transformers; a ring with ``"layer_chunk_tokens"`` or ``"offload"`` refuses
+            them when training begins.
 
     Raises:
         SparseRingError: for ``use_reentrant=True``, which takes no ``context_fn``.
@@ -295,7 +318,7 @@ def adopt_gradient_checkpointing(model: nn.Module) -> None:
         )
 
 
-def _checkpoint_layer(checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _checkpoint_layer(function: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Checkpoint a layer. Its inputs leave the device if the ring that it attends on has an ``"offload"`` section.
 
     A layer that works in chunks is its own checkpoint: around it, another one would run it twice. (Transformers from 5.24 on
@@ -306,7 +329,7 @@ def _checkpoint_layer(checkpoint: Callable[..., Any], layer: Callable[..., Any],
     context = getattr(layer, "keywords", {}).get(NAME)  # Transformers has bound a layer's keyword arguments
     spill = context.spill if isinstance(context, SequenceContext) else None
     with nullcontext() if spill is None else spill.saved_tensors():
-        return checkpoint(layer, *args, **options)
+        return function(layer, *args, **options)
 
 
 def sparse_ring_attention_forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -415,7 +416,9 @@ def test_the_set_up_says_how_layers_work() -> None:
     ring = one_rank(4096, offload={"host_gib": 2.0})
     setup = Setup(ring, zero_stage=3, micro_batch=1, accumulation=1, dtype="float32", gradient_checkpointing=False)
     text = dict(setup.rows())["gradient checkpointing"]
-    assert "in chunks of 4096 tokens" in text and "up to 2 GiB" in text
+    assert "in chunks of 4096 tokens; index" in text and "up to 2 GiB" in text
+    fewer = replace(setup, ring=one_rank(4096, layer_inputs_every=3))
+    assert "in chunks of 4096 tokens, an input kept of 3 in a row; index" in dict(fewer.rows())["gradient checkpointing"]
     pages = one_rank(None, offload={"host_gib": 2.0, "kv_page_tokens": 65536})  # of use without checkpointing, too
     setup = Setup(pages, zero_stage=3, micro_batch=1, accumulation=1, dtype="float32", gradient_checkpointing=False)
     assert "in pages of 65536 tokens" in dict(setup.rows())["keys and values"]

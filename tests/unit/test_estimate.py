@@ -287,7 +287,7 @@ def test_two_gpus_need_what_was_measured() -> None:
 
 
 def _offload(**values: Any) -> SparseRingConfig:
-    keys = {key: values.pop(key) for key in ("checkpoint", "layer_chunk_tokens") if key in values}
+    keys = {key: values.pop(key) for key in ("checkpoint", "layer_chunk_tokens", "layer_inputs_every") if key in values}
     return SparseRingConfig.model_validate({"offload": values, **keys})
 
 
@@ -314,6 +314,25 @@ def test_attending_again_takes_time_and_no_room() -> None:
         for how in ("output", "index")
     )
     assert again.step_ms - kept.step_ms == pytest.approx(36 * kept.forward.total)
+
+
+def test_fewer_inputs_take_less_room_and_a_forward_pass_of_the_layers_before_others() -> None:
+    x, layers = 524288 * 2 * 2048, 36
+    for how in ("output", "index"):
+        values: dict[str, Any] = {"host_gib": 150, "checkpoint": how, "layer_chunk_tokens": 16384}
+        one, four = (_job(1, 524288, _offload(**values, layer_inputs_every=n), 0.05) for n in (1, 4))
+        before, after = estimate(one, Schedule()), estimate(four, Schedule())
+        assert before.memory.host - after.memory.host == (layers - 9) * x and after.memory.recomputed == before.memory.recomputed
+        assert after.memory.device - before.memory.device == 3 * x, "the others of a group wait on the device"
+        again = 27 * before.forward.total if how == "index" else 0.0
+        assert after.attention_ms - before.attention_ms == pytest.approx(again)
+        layer_parameters = one.model.layer_parameters
+        share = 27 / layers * 2 * layer_parameters / (8 * (layer_parameters + one.model.vocab_size * one.model.hidden_size))
+        assert after.rest_ms == pytest.approx(before.rest_ms * (1 + share))
+    kept = [replace(job, config=job.config.model_copy(update={"offload": None})) for job in (one, four)]
+    parts = [memory_of(job, Schedule()).parts["kept by layers"] for job in kept]
+    assert parts[0] - parts[1] == (36 - 9 - 3) * x
+    assert longest_sequence(four)[0] > 1.5 * longest_sequence(one)[0]
 
 
 def test_layers_in_chunks_need_less_and_fit_longer_sequences() -> None:
@@ -443,3 +462,8 @@ def test_the_plan_shows_what_is_offloaded_and_whether_it_fits(tmp_path: Path) ->
     assert "attend again" in output
     refused = CliRunner().invoke(app, [*command, "--seq", "1M"])
     assert refused.exit_code == 1 and "leave out --seq" in refused.output
+    section = {"offload": {"host_gib": 20}, "layer_chunk_tokens": 16384, "layer_inputs_every": 3}
+    (tmp_path / "20.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "sparse_ring": section}))
+    output = " ".join(CliRunner().invoke(app, command).output.split())
+    assert "434176 tokens (424K)" in output and "the inputs of 12 checkpointed layers" in output
+    assert "24 of 36 layers run forward once more" in output

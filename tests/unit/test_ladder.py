@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,8 @@ UNITS = st.integers(0, 40).map(lambda n: n * UNIT_BYTES)
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[KeptBytes, int, Budgets, bool]:
-    kept = KeptBytes(draw(st.integers(1, 9)), draw(st.integers(1, 600)), (draw(st.integers(1, 600)), draw(st.integers(1, 40))))
+    output, every = (draw(st.integers(1, 600)), draw(st.integers(1, 40))), draw(st.sampled_from((1, 1, 2, 3)))
+    kept = KeptBytes(draw(st.integers(1, 9)), draw(st.integers(1, 600)), output, inputs_every=every)
     odd = draw(st.integers(0, UNIT_BYTES - 1))
     budgets = Budgets(draw(UNITS) + odd, draw(UNITS) + 1, draw(UNITS), draw(UNITS))
     return kept, draw(st.integers(1, 400)), budgets, draw(st.booleans())
@@ -36,10 +38,11 @@ def test_every_tensor_has_one_place_and_no_budget_is_exceeded(case: tuple[KeptBy
     kept, tokens, budgets, keep_outputs = case
     ladder, shard = _made(*case), kept.of_shard(tokens)
     room = {tier: budgets.room(tier, shard.input) // shard.input for tier in TIERS}
-    assert (ladder is None) == (sum(room.values()) < kept.layers), "refused only if there is no way to place the inputs"
+    assert (ladder is None) == (sum(room.values()) < kept.inputs), "refused only if there is no way to place the inputs"
     if ladder is None:
         return
-    assert len(ladder.inputs) == len(ladder.outputs) == kept.layers and "recompute" not in ladder.inputs
+    assert len(ladder.inputs) == math.ceil(kept.layers / kept.inputs_every) and "recompute" not in ladder.inputs
+    assert len(ladder.outputs) == kept.layers
     assert set(ladder.outputs) <= set(ORDER) and (keep_outputs or set(ladder.outputs) == {"recompute"})
     for tier in TIERS:
         assert ladder.used(tier) <= getattr(budgets, tier)
@@ -76,6 +79,11 @@ def test_lines_name_layers_and_budgets() -> None:
     )
     assert second == "in use by it on each rank: device 4.0 of 4.0 GiB, host 17.6 of 18.0 GiB, disk 7.6 of 8.0 GiB"
     assert UNIT_BYTES % DISK_UNIT == 0, "what the ladder counts with is what the store takes"
+    fewer = make_ladder(replace(kept, layers=9, inputs_every=2), 131072, Budgets(gib, 5 * gib), keep_outputs=True)
+    assert fewer.lines()[0] == (
+        "kept for the backward pass: layers 0-2: 1 input in 2 host, attended again; layers 3-5: 1 input in 2 host, output host; "
+        "layers 6-8: 1 input in 2 device, output host"
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class Run:
 
     def reference_ring(self) -> SparseRing | None:
         """For a sparse index, the ring of one rank that chooses it. Every rank calls this."""
-        of_this_run = ("ulysses_degree", "inner_degree", "inner", "layer_chunk_tokens", "offload")
+        of_this_run = ("ulysses_degree", "inner_degree", "inner", "layer_chunk_tokens", "layer_inputs_every", "offload")
         values = {key: x for key, x in self.ring_values.items() if key not in of_this_run}
         return None if self.selector == "full" else single_ring(self.selector, **values)
 
