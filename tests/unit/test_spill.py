@@ -111,15 +111,14 @@ class TestTraining(DistributedTest):
         assert printed.getvalue().count(lines) == (ring.axes.rank == 0), printed.getvalue()
 
     @pytest.mark.parametrize("chunk_tokens", [None, 50])
-    def test_gives_the_same_bits_from_the_disk_and_from_all_tiers(
-        self, chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ds_sparse_ring.store.DiskFile", lambda _, nbytes: MemoryFile(nbytes // UNIT_BYTES * UNIT_BYTES))
+    def test_gives_the_same_bits_from_the_disk_and_from_all_tiers(self, chunk_tokens: int | None) -> None:
         disk = {"disk_path": "/", "disk_gib": GIB_OF_A_MIB, "staging_gib": GIB_OF_A_MIB / 4}
         expected, _ = _train(3, None, "output", chunk_tokens=chunk_tokens)
         for host_kib, device_kib in ((4, 0), (40, 40)):
             budgets = {"host_gib": host_kib * GIB_OF_A_KIB, "device_gib": device_kib * GIB_OF_A_KIB, **disk}
-            got, ring = _train(3, budgets, "output", chunk_tokens=chunk_tokens)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("ds_sparse_ring.store.DiskFile", lambda _, nbytes: MemoryFile(nbytes // UNIT_BYTES * UNIT_BYTES))
+                got, ring = _train(3, budgets, "output", chunk_tokens=chunk_tokens)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
             assert ring.spill is not None and ring.spill.opened.numbers().read_bytes > 0
 
@@ -151,18 +150,18 @@ class TestTraining(DistributedTest):
 class TestFirstBatch(DistributedTest):
     world_size = 2
 
-    def test_a_folder_that_one_rank_lacks_ends_all_of_them_before_a_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ds_sparse_ring.disk._async_io", lambda: None)
+    def test_a_folder_that_one_rank_lacks_ends_all_of_them_before_a_pass(self) -> None:
         rank = dist.get_rank()
-        if rank == 0:
-            monkeypatch.setattr("ds_sparse_ring.store.DiskFile", lambda *_: MemoryFile(1 << 20))
         offload = {"host_gib": GIB_OF_A_MIB, "disk_path": "/no/such", "disk_gib": GIB_OF_A_MIB}
         ring = SparseRing(SparseRingConfig(**section("price", offload=offload)))
         model = tiny_model().train()
         enable_gradient_checkpointing(model)
         sequence = ring.sequence_batch(make_batch(ROWS[:1], seed=1))["sparse_ring"]
         told = "training does not begin: ranks 1 say why" if rank == 0 else "offload.disk_path.*/no/such"
-        with pytest.raises(SparseRingError, match=told):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SparseRingError, match=told):
+            patch.setattr("ds_sparse_ring.disk._async_io", lambda: None)
+            if rank == 0:
+                patch.setattr("ds_sparse_ring.store.DiskFile", lambda *_: MemoryFile(1 << 20))
             check_memory(model, None, ring, {}, sequence)
 
 
