@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_sparse_ring.column_parts import ColumnParts, PartsBackward, PartsForward, parts_of
 from ds_sparse_ring.columns import ColumnGather, ColumnReturn
-from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, Exchange
+from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, Exchange, Place
 from ds_sparse_ring.config import FullSelector
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.errors import SparseRingError
@@ -107,7 +107,7 @@ class _SparseRingAttention(torch.autograd.Function):
         heads = q.shape[0], k.shape[0]
         if not context.heads_exchanged:
             with context.meter.timed("attention"), context.meter.timed("heads"):
-                q, k, v = to_heads((q, k, v), context.axes)
+                q, k, v = to_heads((q, k, v), context.axes, Place(layer, backward=False))
         context = context.with_group(q.shape[0] // k.shape[0])
         kept = slot.take() if slot is not None else None
         if kept is not None and kept.index.segments != context.segments:
@@ -155,14 +155,14 @@ class _SparseRingAttention(torch.autograd.Function):
         if context.heads_exchanged:
             return o
         with context.meter.timed("attention"), context.meter.timed("heads"):
-            return to_tokens([o], context.axes, heads[:1])[0]
+            return to_tokens([o], context.axes, heads[:1], Place(layer, backward=False))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         context, (heads, kv_heads) = ctx.context, ctx.heads
-        axes, meter, exchanged = context.axes, context.meter, context.heads_exchanged
+        axes, meter, exchanged, place = context.axes, context.meter, context.heads_exchanged, Place(ctx.layer, backward=True)
         # heads that several ranks have are summed first
         shared = not exchanged and kv_heads < axes.ulysses_size
         dkv_dtype = accumulator_dtype(q.dtype) if shared else q.dtype
@@ -175,18 +175,18 @@ class _SparseRingAttention(torch.autograd.Function):
                     k, v = pages.whole()
                     kv = DeviceKV(k, v)
             with meter.timed("heads"):
-                do = grads[0] if exchanged else to_heads(grads, axes)[0]
+                do = grads[0] if exchanged else to_heads(grads, axes, place)[0]
             if column_k.numel():
                 columns: ColumnKV | None = ColumnKV(column_k, column_v)
             else:
                 at_once = None if ctx.parts else ctx.index
-                gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, at_once, context)
+                gather = ctx.arriving.pop() if ctx.arriving else ColumnGather(k, v, at_once, context, backward=True)
                 columns = gather.wait()
-            parts = ColumnParts(ctx.parts, k, v, context)
+            parts = ColumnParts(ctx.parts, k, v, context, backward=True)
             dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, parts, context, ctx.layer, ctx.scale, dkv_dtype)
             with meter.timed("heads"):
                 if not exchanged:
-                    dq, dk, dv = to_tokens((dq, dk, dv), axes, (heads, kv_heads, kv_heads))
+                    dq, dk, dv = to_tokens((dq, dk, dv), axes, (heads, kv_heads, kv_heads), place)
                 dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         if isinstance(ctx.index, VerticalSlash | BlockLists):
             ctx.index.forget()

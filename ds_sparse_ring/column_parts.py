@@ -37,17 +37,18 @@ class ColumnParts:
     """The columns of one layer, in parts.
 
     Attributes:
-        indices: of `parts_of`. k, v: this rank's, ``[K, n, D]``; not looked at without parts.
+        indices: of `parts_of`. k, v: this rank's, ``[K, n, D]``; not looked at without parts. backward: which pass it is.
     """
 
     indices: tuple[VerticalSlash, ...]
     k: Tensor
     v: Tensor
     context: SequenceContext
+    backward: bool = False
 
     def gather(self, number: int) -> ColumnGather:
         """The columns of a part; its distinct rows begin to be counted."""
-        return ColumnGather(self.k, self.v, self.indices[number], self.context)
+        return ColumnGather(self.k, self.v, self.indices[number], self.context, backward=self.backward)
 
     def queries(self, number: int, scale: float) -> Iterator[tuple[slice, Work]]:
         """This rank's queries of a part's segments, and what a kernel does with them and with `unread` keys."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_sparse_ring.comm import Arrival
+from ds_sparse_ring.comm import Arrival, Place
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.index import Index, VerticalSlash
 from ds_sparse_ring.kernels import ColumnKV
@@ -31,11 +31,12 @@ class ColumnGather:
     """Keys and values of an index's columns on their way to every rank. Collective.
 
     Args:
-        k, v: this rank's, ``[K, n, D]``. index: None: no columns.
+        k, v: this rank's, ``[K, n, D]``. index: None: no columns. backward: for which pass, for messages.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, index: Index | None, context: SequenceContext) -> None:
+    def __init__(self, k: Tensor, v: Tensor, index: Index | None, context: SequenceContext, *, backward: bool = False) -> None:
         self._kv, self._context = (k, v), context
+        self._place = Place(context.layer, backward)
         self._columns: ColumnKV | None = None
         self._arriving: tuple[Arrival[Tensor], Tensor] | None = None
         self._index = index if isinstance(index, VerticalSlash) and index.column_values.numel() else None
@@ -55,7 +56,7 @@ class ColumnGather:
             held = distinct.held()[0]
             kv_head, row = torch.div(held, k.shape[1], rounding_mode="floor"), held % k.shape[1]
             mine = torch.stack([_rows(k, kv_head, row), _rows(v, kv_head, row)], 1)
-            self._arriving = context.axes.column_gather(mine), distinct.slots()
+            self._arriving = context.axes.column_gather(mine, self._place), distinct.slots()
         self._index = None
         return self
 
@@ -100,7 +101,7 @@ class ColumnReturn:
         sums = self._both.new_zeros(axes.ring_size * held.numel(), 2, self._both.shape[2])
         kernel.add_rows(sums.transpose(0, 1), distinct.slots(), self._both)
         self._both = self.rows = None
-        self._sums = axes.column_shares(sums), torch.where(counts, held, -1)
+        self._sums = axes.column_shares(sums, Place(self._context.layer, backward=True)), torch.where(counts, held, -1)
 
     def add_to(self, dkv: Tensor, first: int = 0) -> None:
         """Wait for the others' parts and add the sum to this rank's gradients ``[2, K, m, D]`` of rows from ``first`` on."""

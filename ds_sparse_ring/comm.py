@@ -34,14 +34,16 @@ _CARGO |= {TAG_KV_AHEAD: "keys and values for the next round", TAG_DKV_AHEAD: "a
 
 
 class Place(NamedTuple):
-    """Where in the run a transfer belongs, for messages."""
+    """Where in the run a transfer belongs, for messages; ``chunk``: of a layer that works on chunks of its tokens."""
 
     layer: int
     backward: bool
-    hop: int
+    hop: int | None = None
+    chunk: int | None = None
 
     def __str__(self) -> str:
-        return f"layer {self.layer}, {'backward' if self.backward else 'forward'} pass, hop {self.hop}"
+        parts = [f"layer {self.layer}", f"{'backward' if self.backward else 'forward'} pass"]
+        return ", ".join(parts + [f"{name} {n}" for name, n in (("hop", self.hop), ("chunk", self.chunk)) if n is not None])
 
 
 @dataclass(frozen=True)
@@ -176,20 +178,20 @@ class Axes:
                 dist.all_reduce(x, group=self.ring_group)
         return x
 
-    def column_gather(self, x: Tensor) -> Arrival[Tensor]:
+    def column_gather(self, x: Tensor, place: Place | None = None) -> Arrival[Tensor]:
         """Start gathering ``[m, ...]`` from all ranks of a ring of several, beside its transfers: ``[ring_size * m, ...]``."""
-        what, out = "gathering columns from the ring", x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
+        what, out = _at(place, "gathering columns from the ring"), x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
         with self._naming(what, self.column_group):
             work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
         self._watch_work(work, what, self.column_group)
-        return Arrival(out, [work], x, self._naming(what, self.column_group))
+        return Arrival(out, [work], x, partial(self._naming, what, self.column_group))
 
-    def column_shares(self, x: Tensor) -> Arrival[Tensor]:
+    def column_shares(self, x: Tensor, place: Place | None = None) -> Arrival[Tensor]:
         """Start a sum over a ring of several ranks of which each gets its share: ``[ring_size * m, ...]`` -> ``[m, ...]``.
 
         It runs beside the ring's transfers. ``x`` is used up.
         """
-        what, share = "a sum of columns over the ring", x.shape[0] // self.ring_size
+        what, share = _at(place, "a sum of columns over the ring"), x.shape[0] // self.ring_size
         with self._naming(what, self.column_group):
             if dist.get_backend(self.column_group) == "nccl":
                 out = x.new_empty(share, *x.shape[1:])
@@ -198,7 +200,7 @@ class Axes:
                 out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
         self._watch_work(work, what, self.column_group)
-        return Arrival(out, [work], x, self._naming(what, self.column_group))
+        return Arrival(out, [work], x, partial(self._naming, what, self.column_group))
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -234,13 +236,14 @@ class Axes:
             dist.all_gather(parts, torch.tensor([count], device=device), group=self.ulysses_group)
         return torch.cat(parts).tolist()
 
-    def swap_shares(self, shares: Sequence[Sequence[Tensor]]) -> Arrival[list[list[Tensor]]]:
+    def swap_shares(self, shares: Sequence[Sequence[Tensor]], place: Place | None = None) -> Arrival[list[list[Tensor]]]:
         """Start exchanging within the Ulysses group: ``shares[t][r]`` goes to rank r, ``out[t][r]`` comes from it.
 
         The own share stays as it is. All tensors in one launch. An all-to-all of NCCL would copy the own share, too, half of the
         bytes between two ranks.
         """
-        mine, first, what = self.ulysses_rank, self.rank - self.ulysses_rank, "exchanging heads within a Ulysses group"
+        mine, first = self.ulysses_rank, self.rank - self.ulysses_rank
+        what = _at(place, "exchanging heads within a Ulysses group")
         sent = [[share.contiguous() if r != mine else share for r, share in enumerate(of)] for of in shares]
         received = [[share if r == mine else share.new_empty(of[mine].shape) for r, share in enumerate(of)] for of in sent]
         operations = [
@@ -251,11 +254,11 @@ class Axes:
             for operation, buffer in ((dist.isend, of[r]), (dist.irecv, into[r]))
         ]
         if not operations:
-            return Arrival(received, [], sent, nullcontext())
+            return Arrival(received, [], sent, nullcontext)
         with self._naming(what, self.ulysses_group):
             works = dist.batch_isend_irecv(operations)
         self._watch_work(works[-1], what, self.ulysses_group)
-        return Arrival(received, works, sent, self._naming(what, self.ulysses_group))
+        return Arrival(received, works, sent, partial(self._naming, what, self.ulysses_group))
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
@@ -349,9 +352,10 @@ class Exchange:
         """
         while self._works:
             try:
-                self._works.pop().wait()
+                self._works[-1].wait()
             except RuntimeError as error:
                 raise SparseRingError(self._describe(f"did not get through ({error})")) from error
+            self._works.pop()
         self._sent.clear()
         return self._result
 
@@ -359,20 +363,19 @@ class Exchange:
 class Arrival(Generic[T]):
     """An operation of a group under way. It holds what this rank gave until the operation is over."""
 
-    def __init__(self, result: T, works: list[Any], given: object, naming: AbstractContextManager[None]) -> None:
+    def __init__(self, result: T, works: list[Any], given: object, naming: Callable[[], AbstractContextManager[None]]) -> None:
         self._result, self._works, self._given, self._naming = result, works, [given], naming
 
     def wait(self) -> T:
         """The result, as often as asked.
 
         Raises:
-            SparseRingError: it took longer than the group's time-out, or a rank is gone.
+            SparseRingError: it took longer than the group's time-out, or a rank is gone; as often as asked, too.
         """
-        if self._works:
-            with self._naming:
-                for work in self._works:
-                    work.wait()
-            self._works = []
+        with self._naming():
+            while self._works:
+                self._works[-1].wait()
+                self._works.pop()
         self._given.clear()
         return self._result
 
@@ -382,6 +385,10 @@ def _host_numbers(values: list[float]) -> Tensor:
     nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _at(place: Place | None, what: str) -> str:
+    return what if place is None else f"{place}: {what}"
 
 
 def _ranks(ranks: list[int]) -> str:

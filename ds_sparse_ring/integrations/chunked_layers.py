@@ -270,7 +270,7 @@ class _ChunkedLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors  # first: it keeps the slot alive
         sums = _WeightGradients(ctx.trained)
-        dx = ctx.call.backward(x.detach(), grads[0], ctx.replay(), ctx.needs_input_grad[0], sums)
+        dx = ctx.call.of_backward().backward(x.detach(), grads[0], ctx.replay(), ctx.needs_input_grad[0], sums)
         return dx, None, None, None, *sums.pop()
 
 
@@ -302,7 +302,12 @@ class _LayerCall:
             axes = replace(axes, ulysses_size=1)  # attention itself exchanges, and sums the gradients of heads that ranks share
         elif axes.ulysses_size > 1:
             context = replace(context, heads_exchanged=True)
-        return cls(layer, rotary, context, chunks, ChunkExchange(axes, chunks, context.meter), device, dtype)
+        heads = ChunkExchange(axes, chunks, context.meter, layer.self_attn.layer_idx)
+        return cls(layer, rotary, context, chunks, heads, device, dtype)
+
+    def of_backward(self) -> _LayerCall:
+        """The same call in the backward pass."""
+        return replace(self, heads=replace(self.heads, backward=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """x -> y, both ``[1, n, W]``. Of the whole shard exist x, then q, k, v, then o instead of these, then y, too."""

@@ -9,10 +9,13 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +24,16 @@ import torch.distributed as dist
 
 from ds_sparse_ring import comm
 from ds_sparse_ring.attention import sparse_ring_attention
-from ds_sparse_ring.comm import Axes, Place
+from ds_sparse_ring.comm import Arrival, Axes, Exchange, Place
 from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.kernels import contract
 from ds_sparse_ring.watch import TransferWatch
 from tests.common import DistributedTest
 from tests.pool import Pool, RanksFailed
 from tests.worker import TestCall
 
 from .reference import bound, global_qkv
+from .test_column_parts import part_bytes
 from .trainer_runs import arguments, ds_config, make_rows, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -116,19 +121,44 @@ class TestARankThatStops(DistributedTest):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "StreamPlace", _Work)  # there is no stream here
             if ulysses == 3:
-                axes.swap_shares([x.chunk(3)]).wait()
+                axes.swap_shares([x.chunk(3)], Place(7, False, chunk=2)).wait()
             else:
-                arrivals = axes.column_gather(x), axes.column_shares(torch.ones(3, 2))
+                arrivals = axes.column_gather(x, Place(7, False)), axes.column_shares(torch.ones(3, 2), Place(7, True))
                 axes.ring_sum(x)
                 assert [arrival.wait().shape for arrival in arrivals] == [(9, 2), (1, 2)]
-        whats = ["exchanging heads within a Ulysses group"]
+        forward, backward = "layer 7, forward pass", "layer 7, backward pass"
+        whats = [f"{forward}, chunk 2: exchanging heads within a Ulysses group"]
         if ulysses == 1:
-            whats = ["gathering columns from the ring", "a sum of columns over the ring", "a sum over the ring"]
+            columns = [f"{forward}: gathering columns from the ring", f"{backward}: a sum of columns over the ring"]
+            whats = [*columns, "a sum over the ring"]
             assert [work.is_completed() for work in watch.works] == [True, True, False], "of columns, the operation itself"
         rank = dist.get_rank()
         others = ", ".join(str(other) for other in range(3) if other != rank)
         expected = [f"rank {rank}: {what} did not end. Look at the logs of ranks {others}: one of them" for what in whats]
         assert [message[: message.index(" may")] for message in watch.messages] == expected
+
+    @pytest.mark.parametrize("config", [{"ulysses_degree": 3}, {"selector": {"kind": "fixed", "columns": 40, "slashes": 2}}])
+    def test_messages_of_heads_and_columns_name_layer_and_pass(self, config: dict[str, Any]) -> None:
+        watch = _Watch()
+        _, sequence, context = bound([700], segment_tokens=256, **({"selector": {"kind": "full"}} | config))
+        context = dataclasses.replace(context, axes=dataclasses.replace(context.axes, watch=watch))
+        q, k, v = (sequence.layout.shard(x, sequence.rank, 1)[None].requires_grad_() for x in global_qkv(sequence, 3, 3, 16))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "StreamPlace", _Work)
+            patch.setattr(contract, "PART_BYTES", part_bytes(60, torch.float64))  # columns in parts: gathered in both passes
+            sparse_ring_attention(q, k, v, context, layer=7, scale=0.25).sum().backward()
+        found = Counter(message.partition(": ")[2].partition(" did not end")[0] for message in watch.messages)
+        forward, backward = "layer 7, forward pass", "layer 7, backward pass"
+        if "ulysses_degree" in config:
+            heads = "exchanging heads within a Ulysses group"
+            assert found == {f"{forward}: {heads}": 2, f"{backward}: {heads}": 2}
+            return
+        gathers, returns = "gathering columns from the ring", "a sum of columns over the ring"
+        assert {what: found[what] for what in found if "columns" in what} == {
+            f"{forward}: {gathers}": found[f"{backward}: {returns}"],
+            f"{backward}: {gathers}": found[f"{backward}: {returns}"],
+            f"{backward}: {returns}": found[f"{backward}: {returns}"],
+        }
 
     @pytest.mark.world_size(4)
     def test_ranks_of_an_inner_ring_are_named_by_their_numbers_in_the_world(self) -> None:
@@ -141,6 +171,29 @@ class TestARankThatStops(DistributedTest):
             2: "hop 0: keys and values to rank 3 and from rank 3",
         }
         assert rank == 3 or expected[rank] in str(failure.value)
+
+
+def test_an_operation_that_failed_fails_again_and_goes_on_with_what_is_left() -> None:
+    def work(name: str) -> Any:
+        def wait() -> None:
+            waited.append(name)
+            if name == "broken":
+                raise RuntimeError("timed out")
+
+        return SimpleNamespace(wait=wait)
+
+    waited: list[str] = []
+    works = [work("broken"), work("sound")]
+    axes = Axes(1, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+        arrival = Arrival(torch.ones(1), [*works], None, partial(axes._naming, "a sum", None))
+        exchange = Exchange(torch.ones(1), [*works], torch.ones(1), "a transfer {}".format)
+        for operation, message in ((arrival, "rank 0: a sum did not get through"), (exchange, "a transfer did not get through")):
+            for _ in range(2):
+                with pytest.raises(SparseRingError, match=rf"{message} \(timed out\)"):
+                    operation.wait()
+    assert waited == ["sound", "broken", "broken"] * 2
 
 
 class Cases:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.comm import Axes, Place
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.meter import Meter
 from ds_sparse_ring.ulysses import ChunkExchange, to_heads, to_tokens
@@ -32,7 +32,7 @@ class TestExchangeByChunks(DistributedTest):
         generator = torch.Generator().manual_seed(dist.get_rank())
         heads = 6 * axes.ulysses_size, axes.ulysses_size
         tensors = [torch.randn(count, TOKENS, D, generator=generator).to(rank_device()) for count in heads]
-        exchange = ChunkExchange(axes, CHUNKS, Meter(axes))
+        exchange = ChunkExchange(axes, CHUNKS, Meter(axes), layer=0)
         wholes = exchange.to_heads([x.transpose(0, 1).contiguous().transpose(0, 1)[:, c] for x in tensors] for c in CHUNKS)
         expected = to_heads(tensors, axes)
         assert all(torch.equal(mine, other) for mine, other in zip(wholes, expected, strict=True))
@@ -49,9 +49,10 @@ class _Recorded:
     def __init__(self, log: list[str]) -> None:
         self._log, self._sent = log, 0
 
-    def swap_shares(self, shares: Any) -> Any:
+    def swap_shares(self, shares: Any, place: Place) -> Any:
         log, number = self._log, self._sent
         self._sent += 1
+        assert place == Place(7, False, chunk=number)
         log.append(f"send {number}")
 
         class Swap:
@@ -69,7 +70,7 @@ def log() -> list[str]:
 
 @pytest.fixture
 def exchange(log: list[str]) -> ChunkExchange:
-    return ChunkExchange(cast(Axes, _Recorded(log)), CHUNKS, Meter(Axes(1, 0, 1)))
+    return ChunkExchange(cast(Axes, _Recorded(log)), CHUNKS, Meter(Axes(1, 0, 1)), layer=7)
 
 
 def test_a_chunk_is_sent_before_the_one_before_is_waited_for(exchange: ChunkExchange, log: list[str]) -> None:
