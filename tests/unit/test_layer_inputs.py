@@ -231,18 +231,19 @@ class TestUnderZero(DistributedTest):
         expected = steps(1, zero, part)
         assert all(torch.equal(a, b) for a, b in zip(steps(every, zero, part, offload=HOST), expected, strict=True))
 
-    def test_zero3_gathers_a_layer_for_each_of_its_passes_and_lets_go_after_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_zero3_gathers_a_layer_for_each_of_its_passes_and_lets_go_after_each(self) -> None:
         seen: list[str] = []
-        for name in ("fetch_sub_module", "release_sub_module"):
-            of_name = getattr(PartitionedParameterCoordinator, name)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("fetch_sub_module", "release_sub_module"):
+                of_name = getattr(PartitionedParameterCoordinator, name)
 
-            def watched(self: Any, module: Any, forward: bool, of_name: Any = of_name, sign: str = name[0]) -> None:
-                if isinstance(module, LlamaDecoderLayer):
-                    seen.append(f"{sign}{module.self_attn.layer_idx}{'' if forward else 'b'}")
-                of_name(self, module, forward=forward)
+                def watched(self: Any, module: Any, forward: bool, of_name: Any = of_name, sign: str = name[0]) -> None:
+                    if isinstance(module, LlamaDecoderLayer):
+                        seen.append(f"{sign}{module.self_attn.layer_idx}{'' if forward else 'b'}")
+                    of_name(self, module, forward=forward)
 
-            monkeypatch.setattr(PartitionedParameterCoordinator, name, watched)
-        steps(2, "zero3_reduce_scatter")
+                patch.setattr(PartitionedParameterCoordinator, name, watched)
+            steps(2, "zero3_reduce_scatter")
         forward = [f"{sign}{layer}" for layer in range(5) for sign in "fr"]
         backward = ["f4b", "r4b", "f3b", "f2", "r2", "r3b", "f2b", "r2b", "f1b", "f0", "r0", "r1b", "f0b", "r0b"]
         assert seen == 3 * [*forward, *backward]
