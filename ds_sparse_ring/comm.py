@@ -183,8 +183,7 @@ class Axes:
         what, out = _at(place, "gathering columns from the ring"), x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
         with self._naming(what, self.column_group):
             work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
-        self._watch_work(work, what, self.column_group)
-        return Arrival(out, [work], x, partial(self._naming, what, self.column_group))
+        return self._arrival(out, [work], x, what, self.column_group)
 
     def column_shares(self, x: Tensor, place: Place | None = None) -> Arrival[Tensor]:
         """Start a sum over a ring of several ranks of which each gets its share: ``[ring_size * m, ...]`` -> ``[m, ...]``.
@@ -199,8 +198,7 @@ class Axes:
             else:
                 out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
-        self._watch_work(work, what, self.column_group)
-        return Arrival(out, [work], x, partial(self._naming, what, self.column_group))
+        return self._arrival(out, [work], x, what, self.column_group)
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -257,8 +255,7 @@ class Axes:
             return Arrival(received, [], sent, nullcontext)
         with self._naming(what, self.ulysses_group):
             works = dist.batch_isend_irecv(operations)
-        self._watch_work(works[-1], what, self.ulysses_group)
-        return Arrival(received, works, sent, partial(self._naming, what, self.ulysses_group))
+        return self._arrival(received, works, sent, what, self.ulysses_group)
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
@@ -321,11 +318,19 @@ class Axes:
         with self._naming(what, group):
             yield
         if self.watch is not None:
-            self._watch_work(StreamPlace(), what, group)
+            self.watch.add(StreamPlace(), partial(self._broken_operation, what, group))
 
-    def _watch_work(self, work: Any, what: str, group: Any) -> None:
-        if self.watch is not None:
-            self.watch.add(work, partial(self._broken_operation, what, group))
+    def _arrival(self, result: T, works: list[Any], given: object, what: str, group: Any) -> Arrival[T]:
+        entry = None if self.watch is None else self.watch.add(works[-1], partial(self._broken_operation, what, group))
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            with self._naming(what, group):
+                yield
+            if self.watch is not None and entry is not None:
+                self.watch.waited_for(entry, StreamPlace())
+
+        return Arrival(result, works, given, waiting)
 
     def _broken_operation(self, what: str, group: Any, what_happened: str) -> str:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
@@ -363,8 +368,8 @@ class Exchange:
 class Arrival(Generic[T]):
     """An operation of a group under way. It holds what this rank gave until the operation is over."""
 
-    def __init__(self, result: T, works: list[Any], given: object, naming: Callable[[], AbstractContextManager[None]]) -> None:
-        self._result, self._works, self._given, self._naming = result, works, [given], naming
+    def __init__(self, result: T, works: list[Any], given: object, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._result, self._works, self._given, self._waiting = result, works, [given], waiting
 
     def wait(self) -> T:
         """The result, as often as asked.
@@ -372,10 +377,11 @@ class Arrival(Generic[T]):
         Raises:
             SparseRingError: it took longer than the group's time-out, or a rank is gone; as often as asked, too.
         """
-        with self._naming():
-            while self._works:
-                self._works[-1].wait()
-                self._works.pop()
+        if self._works:
+            with self._waiting():
+                while self._works:
+                    self._works[-1].wait()
+                    self._works.pop()
         self._given.clear()
         return self._result
 

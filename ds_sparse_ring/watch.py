@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,38 +35,57 @@ class StreamPlace:
         return self._event.query()
 
 
+@dataclass(slots=True)
+class Watched:
+    """A transfer that is watched; ``work`` None: another entry is watched in its place."""
+
+    begin_s: float
+    work: Any
+    describe: Callable[[str], str]
+
+
 class TransferWatch:
-    """Transfers under way, oldest first."""
+    """Transfers under way, in the order in which they are due."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._under_way: deque[tuple[float, Any, Callable[[str], str]]] = deque()
+        self._under_way: deque[Watched] = deque()
         look_s = min(1.0, timeout_s / 20)
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=_look, args=(weakref.ref(self), look_s, device), name="sparse-ring-watch", daemon=True).start()
 
-    def add(self, work: Any, describe: Callable[[str], str]) -> None:
+    def add(self, work: Any, describe: Callable[[str], str]) -> Watched:
         """Watch a transfer; ``describe`` makes a message of what happened to it."""
-        self._under_way.append((time.monotonic(), work, describe))
+        entry = Watched(time.monotonic(), work, describe)
+        self._under_way.append(entry)
+        return entry
+
+    def waited_for(self, entry: Watched, place: StreamPlace) -> None:
+        """The stream waits for a transfer from ``place`` on, which is watched instead: a work may own the tensors that arrive.
+
+        It is due behind what the stream has waited for before: if that is late, the place is late, too.
+        """
+        self._under_way.append(Watched(entry.begin_s, place, entry.describe))
+        entry.work = None
 
     def late(self) -> str | None:
         """Forget what is over. A late transfer is described once; those behind it are forgotten with it."""
         while self._under_way:
-            begin_s, work, describe = self._under_way[0]
-            age_s = time.monotonic() - begin_s
-            if _is_over(work):
+            entry = self._under_way[0]
+            age_s = time.monotonic() - entry.begin_s
+            if _is_over(entry.work):
                 self._under_way.popleft()
             elif age_s < _LATE * self._timeout_s:
                 return None
             else:
                 self._under_way.clear()
-                return describe(f"did not end in {age_s:.0f} s; NCCL ends the process after {self._timeout_s:g} s")
+                return entry.describe(f"did not end in {age_s:.0f} s; NCCL ends the process after {self._timeout_s:g} s")
         return None
 
 
 def _is_over(work: Any) -> bool:
     try:
-        return bool(work.is_completed())
+        return work is None or bool(work.is_completed())
     except RuntimeError:  # it failed: whoever waits for it is told
         return True
 

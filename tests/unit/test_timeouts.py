@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.comm import Arrival, Axes, Exchange, Place
 from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.kernels import contract
-from ds_sparse_ring.watch import TransferWatch
+from ds_sparse_ring.watch import StreamPlace, TransferWatch, Watched
 from tests.common import DistributedTest
 from tests.pool import Pool, RanksFailed
 from tests.worker import TestCall
@@ -83,12 +84,18 @@ class _Watch(TransferWatch):
     """What it is told of."""
 
     def __init__(self) -> None:
-        self.works: list[Any] = []
+        self.entries: list[Watched] = []
         self.messages: list[str] = []
+        self.places = 0
 
-    def add(self, work: Any, describe: Callable[[str], str]) -> None:
-        self.works.append(work)
+    def add(self, work: Any, describe: Callable[[str], str]) -> Watched:
+        self.entries.append(Watched(0.0, work, describe))
         self.messages.append(describe("did not end"))
+        return self.entries[-1]
+
+    def waited_for(self, entry: Watched, place: Any) -> None:
+        assert isinstance(place, _Work) and entry in self.entries
+        self.places += 1
 
 
 class TestARankThatStops(DistributedTest):
@@ -121,17 +128,22 @@ class TestARankThatStops(DistributedTest):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "StreamPlace", _Work)  # there is no stream here
             if ulysses == 3:
-                axes.swap_shares([x.chunk(3)], Place(7, False, chunk=2)).wait()
+                arrivals: tuple[Arrival[Any], ...] = (axes.swap_shares([x.chunk(3)], Place(7, False, chunk=2)),)
+                arrivals[0].wait()
             else:
                 arrivals = axes.column_gather(x, Place(7, False)), axes.column_shares(torch.ones(3, 2), Place(7, True))
                 axes.ring_sum(x)
                 assert [arrival.wait().shape for arrival in arrivals] == [(9, 2), (1, 2)]
+            for arrival in arrivals:
+                arrival.wait()
+        assert watch.places == len(arrivals), "a place of the stream for each, once"
         forward, backward = "layer 7, forward pass", "layer 7, backward pass"
         whats = [f"{forward}, chunk 2: exchanging heads within a Ulysses group"]
         if ulysses == 1:
             columns = [f"{forward}: gathering columns from the ring", f"{backward}: a sum of columns over the ring"]
             whats = [*columns, "a sum over the ring"]
-            assert [work.is_completed() for work in watch.works] == [True, True, False], "of columns, the operation itself"
+            over = [entry.work.is_completed() for entry in watch.entries]
+            assert over == [True, True, False], "of columns, the operation itself until it is waited for"
         rank = dist.get_rank()
         others = ", ".join(str(other) for other in range(3) if other != rank)
         expected = [f"rank {rank}: {what} did not end. Look at the logs of ranks {others}: one of them" for what in whats]
@@ -248,3 +260,23 @@ def test_the_watch_names_the_oldest_late_transfer_once_and_ends_with_its_ring(ca
     gc.collect()
     time.sleep(0.2)
     assert threading.active_count() < before and name not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_watch_lets_go_of_what_the_stream_waits_for_and_names_what_is_late_before_it() -> None:
+    watch, columns, hop, place = TransferWatch(timeout_s=1000.0), _Work(), _Work(), _Work()
+    entry = watch.add(columns, "columns {}".format)
+    late_hop = watch.add(hop, "hop {}".format)
+    released = weakref.ref(columns)
+    del columns
+    watch.waited_for(entry, cast(StreamPlace, place))  # as the host does, which never waits for the hop
+    assert released() is None
+    entry.begin_s -= 2000
+    late_hop.begin_s -= 1000
+    assert (watch.late() or "").startswith("hop did not end in 1000 s"), "the stream stands still for the hop"
+    entry = watch.add(_Work(), "columns {}".format)
+    entry.begin_s -= 950
+    watch.waited_for(entry, cast(StreamPlace, place))
+    assert (watch.late() or "").startswith("columns did not end in 950 s"), "as old as the transfer"
+    watch.waited_for(watch.add(_Work(), str), cast(StreamPlace, place))
+    place.over = True
+    assert watch.late() is None and not watch._under_way
