@@ -24,6 +24,7 @@ from ds_sparse_ring.kernels import get_kernel
 from ds_sparse_ring.ladder import KeptBytes, Ladder, make_ladder
 from ds_sparse_ring.layout import LayoutKind
 from ds_sparse_ring.meter import Meter
+from ds_sparse_ring.same_section import check_same_section
 from ds_sparse_ring.schedule import Schedule
 from ds_sparse_ring.spill import Graph, Spill
 
@@ -46,8 +47,10 @@ class SparseRing:
         """Create the process groups; every rank of the world calls it, after ``deepspeed.init_distributed()``.
 
         Raises:
-            SparseRingError: a degree that does not divide the world, or a backend that does not run here.
+            SparseRingError: a degree that does not divide the world, a backend that does not run here, or ranks whose sections
+                differ.
         """
+        check_same_section(config)
         self.config = config
         self.axes = Axes.create(config)
         self.schedule = Schedule(config, self.axes)
