@@ -200,7 +200,9 @@ def _states(job: Job) -> tuple[dict[str, float], float, float]:
     words = model.vocab_size * model.hidden_size
     parts = {"states": places["device"]}
     if stage >= 3:  # this layer's, the next one's, and embeddings
-        gathered = 2 * model.layer_parameters / model.num_hidden_layers + words
+        # DeepSpeed keeps frozen weights of layers that run again until the layer for whose input they did has run backward
+        layers = 2 if job.trained_share == 1 else 1 + job.config.layer_inputs_every
+        gathered = layers * model.layer_parameters / model.num_hidden_layers + words
         parts["weights gathered"] = _BF16 * min(gathered, model.parameters)
     if model.tie_word_embeddings and job.trained_share == 1:
         parts["gradient of tied embeddings"] = _BF16 * words  # from the first layer to run backward to the last one

@@ -35,7 +35,7 @@ def check_same_section(config: SparseRingConfig) -> None:
     section = config.model_dump_json(exclude={"offload": {"disk_path"}})
     store.set(f"section {ring} {rank}", section)
     store.set(f"digest {ring} {rank}", hashlib.sha256(section.encode()).hexdigest())
-    digests = store.multi_get([f"digest {ring} {other}" for other in range(world)])
+    digests = [store.get(f"digest {ring} {other}") for other in range(world)]
     others = [other for other, digest in enumerate(digests) if digest != digests[0]]
     if others:
         first, other = (json.loads(store.get(f"section {ring} {of}")) for of in (0, others[0]))

@@ -333,6 +333,10 @@ def test_fewer_inputs_take_less_room_and_a_forward_pass_of_the_layers_before_oth
     parts = [memory_of(job, Schedule()).parts["kept by layers"] for job in kept]
     assert parts[0] - parts[1] == (36 - 9 - 3) * x
     assert longest_sequence(four)[0] > 1.5 * longest_sequence(one)[0]
+    frozen = [
+        memory_of(replace(job, zero_stage=3, trained_share=0.01), Schedule()).parts["weights gathered"] for job in (one, four)
+    ]
+    assert frozen[1] - frozen[0] == pytest.approx(3 * 2 * one.model.layer_parameters / layers)
 
 
 def test_layers_in_chunks_need_less_and_fit_longer_sequences() -> None:

@@ -216,6 +216,16 @@ def test_of_two_passes_neither_fetches_for_the_other(spill: Spill, monkeypatch: 
     assert sorted(fetched)[2:] == [key for kept in second[1:3] for key in kept.keys]
 
 
+def test_what_will_be_taken_once_more_comes_early_again(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [_keep(graph, i, torch.full((64, 64), float(i))) for i in range(3)]
+    assert (kept[1].take(last=False)[0] == 1).all()
+    fetched = _watched(monkeypatch)
+    kept[2].take()
+    assert kept[1].keys[0] in fetched and (kept[1].take()[0] == 1).all()
+    kept[0].take()
+    assert fetched.count(kept[1].keys[0]) == 1, "and not a third time"
+
+
 def _watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Keys that are prefetched from now on."""
     fetched: list[Any] = []
