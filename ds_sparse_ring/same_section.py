@@ -30,7 +30,9 @@ def check_same_section(config: SparseRingConfig) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     world, rank = dist.get_world_size(), dist.get_rank()
-    store = dist.PrefixStore("sparse_ring", dist.distributed_c10d._get_default_store())
+    if (default := dist.distributed_c10d._get_default_store()) is None:  # MPI has none
+        return
+    store = dist.PrefixStore("sparse_ring", default)
     ring = store.add(f"rings of {rank}", 1)
     section = config.model_dump_json(exclude={"offload": {"disk_path"}})
     store.set(f"section {ring} {rank}", section)
