@@ -30,7 +30,8 @@ def check_same_section(config: SparseRingConfig) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     world, rank = dist.get_world_size(), dist.get_rank()
-    if (default := dist.distributed_c10d._get_default_store()) is None:  # MPI has none
+    default: Any = dist.distributed_c10d._get_default_store()
+    if default is None:  # MPI has none
         return
     store = dist.PrefixStore("sparse_ring", default)
     ring = store.add(f"rings of {rank}", 1)
