@@ -258,7 +258,7 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
     kv = gradients if job.config.page_tokens is None or parts > 1 else 0
-    again = 2 * a + kv if schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule) else 0  # q, k, v, o of before
+    again = 2 * a + kv if exchanges_at_once(job, schedule) else 0  # q, k, v, o of before
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -275,6 +275,11 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
 def exchanges_by_chunks(job: Job, schedule: Schedule) -> bool:
     """Whether a Ulysses group exchanges heads chunk by chunk: layers in chunks do, with at least as many KV heads as ranks."""
     return job.config.layer_chunk_tokens is not None and 1 < schedule.ulysses <= job.model.num_key_value_heads
+
+
+def exchanges_at_once(job: Job, schedule: Schedule) -> bool:
+    """Whether it exchanges them all before and after attention, so that queries and outputs are there twice."""
+    return schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
 
 
 def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
@@ -298,7 +303,7 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     ring = job.config.check_degree(job.world) > schedule.ulysses
     heads, kv_heads = model.num_attention_heads // schedule.ulysses, max(1, model.num_key_value_heads // schedule.ulysses)
     parts = column_parts(job, heads)
-    merged, at_once = ring or share < 1 or parts > 1, schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
+    merged, at_once = ring or share < 1 or parts > 1, exchanges_at_once(job, schedule)
     elements = 2 * a + (2 * a if merged else 0) + (2 * a if at_once else 0)
     elements += 2 * kv * ((ring or share < 1) + (share < 1)) if parts > 1 else 0
     buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
@@ -328,7 +333,7 @@ def _choosing(job: Job, schedule: Schedule, n: int) -> float:
         keys = _BF16 * kv / 2 / schedule.ulysses * job.tokens
         ranks = config.check_degree(job.world) // schedule.ulysses
         chosen = max(chosen, every_query_bytes(columns, slots_of(job, heads), keys, ranks), _BF16 * n * 2 * a)
-    at_once = schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
+    at_once = exchanges_at_once(job, schedule)
     inputs = (0 if config.layer_chunk_tokens else w) + (a + kv) * (2 if at_once else 1)
     return _BF16 * n * inputs + chosen
 

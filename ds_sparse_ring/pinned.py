@@ -98,7 +98,7 @@ def warn_if_short(nbytes: int, ranks: int) -> None:
     memory, limit = _meminfo(), memory_limit()
     if memory is None:
         return
-    free = min(memory["MemAvailable"], memory["MemAvailable"] if limit is None else limit)
+    free = memory["MemAvailable"] if limit is None else min(memory["MemAvailable"], limit)
     if nbytes * ranks <= free:
         return
     asked = f"{nbytes / GIB:.1f} GiB" if ranks == 1 else f"{ranks} times {nbytes / GIB:.1f} GiB (one for each rank)"

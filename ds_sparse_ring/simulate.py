@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -217,17 +218,26 @@ def simulate_pass(
     ranks.extend(_TimedRank(rank, ranks, timing) for rank in range(layout.ranks))
     run_plans(plans, ranks, backward=backward)
     hops = np.array([rank.hop_ms for rank in ranks])
-    by_rank, by_hop = hops.sum(1), hops.mean(0)
-    worst = hops.max(0)[by_hop > 0] / by_hop[by_hop > 0]
+    by_rank, (of_ranks, of_hops) = hops.sum(1), imbalances(hops)
     return PassTime(
         total=max(rank.clock for rank in ranks),
         compute=float(by_rank.mean()),
         exposed=float(np.mean([rank.waited for rank in ranks])),
-        imbalance=float(by_rank.max() / by_rank.mean()),
-        hop_imbalance=float(worst.mean()),
-        by_hop=tuple(by_hop.tolist()),
+        imbalance=of_ranks,
+        hop_imbalance=of_hops,
+        by_hop=tuple(hops.mean(0).tolist()),
         events=tuple(timing.events),
     )
+
+
+def imbalances(hops: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """Of work by rank and hop ``[R, hops]``: busiest rank over the mean; mean over hops of the slowest rank over the mean.
+
+    Hops without work do not count.
+    """
+    by_rank, by_hop = hops.sum(1), hops.mean(0)
+    there = by_hop > 0
+    return float(by_rank.max() / by_rank.mean()), float((hops.max(0)[there] / by_hop[there]).mean())
 
 
 @lru_cache(maxsize=1 << 16)

@@ -22,6 +22,7 @@ from ds_sparse_ring.documents import make_segments
 from ds_sparse_ring.index import VerticalSlash
 from ds_sparse_ring.layout import BLOCK, Layout, LayoutKind
 from ds_sparse_ring.plan_report import parse_tokens
+from ds_sparse_ring.simulate import imbalances
 
 _Counts = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
@@ -88,11 +89,7 @@ def hop_pairs(index: VerticalSlash, pairs: list[tuple[_Counts, _Counts]], kind: 
 
 def balance(hops: _Counts) -> tuple[float, float, float]:
     """Busiest rank over the mean; mean over hops of the slowest rank over the mean; sum of the slowest over the mean rank."""
-    by_rank, by_hop = hops.sum(1), hops.mean(0)
-    there = by_hop > 0
-    slowest = hops.max(0)
-    worst = float((slowest[there] / by_hop[there]).mean())
-    return float(by_rank.max() / by_rank.mean()), worst, float(slowest.sum() / by_rank.mean())
+    return *imbalances(hops), float(hops.max(0).sum() / hops.sum(1).mean())
 
 
 if __name__ == "__main__":
