@@ -22,7 +22,7 @@ import numpy as np
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout, Span
 from ds_sparse_ring.plan import Hop, InnerKind, Page, Transfer, ring_plan
-from ds_sparse_ring.plan_check import Cargo, Posted, RankRun, Step, run_plans
+from ds_sparse_ring.plan_run import Cargo, Posted, RankRun, Step, run_plans
 
 
 @dataclass(frozen=True)

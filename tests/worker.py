@@ -145,6 +145,7 @@ class GlobalState:
         import torch.distributed as dist
         from deepspeed.utils import groups
 
+        _destroy_engines()
         for name, value in self._groups.items():
             setattr(groups, name, value.copy() if isinstance(value, dict | list) else value)
         # What no test has imported has no state yet.
@@ -161,6 +162,18 @@ class GlobalState:
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
+
+
+def _destroy_engines() -> None:
+    """Free the buffers of DeepSpeed's engines, which their own hooks on parameters keep alive.
+
+    ZeRO's bucket is 2 GB of address space, although nothing is written there. Some dozens of them are one mapping larger than the
+    memory, with which a process cannot be forked any more, as data loaders do.
+    """
+    from deepspeed import DeepSpeedEngine
+
+    for engine in [x for x in gc.get_objects() if isinstance(x, DeepSpeedEngine)]:
+        engine.destroy()
 
 
 def _is_state(name: str, value: Any) -> bool:

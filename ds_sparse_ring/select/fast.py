@@ -30,10 +30,11 @@ from ds_sparse_ring.index import VALUE_BITS, VerticalSlash, row_of_entries
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
 from ds_sparse_ring.select import triton_compact as compact
-from ds_sparse_ring.select import triton_probe as kernels
+from ds_sparse_ring.select import triton_diagonals
 from ds_sparse_ring.select.fast_mass import by_mass
 from ds_sparse_ring.select.fast_probe import Bounds, Probe, make_probe
 from ds_sparse_ring.select.probe import NOT_FINITE
+from ds_sparse_ring.select.triton_price import price_kernel
 from ds_sparse_ring.streams import HostCopy
 
 _ROOM = 1 << 23  # columns that are written before their number is known: 64 MiB
@@ -78,17 +79,17 @@ def _by_price(probe: Probe, price: float) -> tuple[Tensor, Tensor]:
     # three programs to a multiprocessor, found to fit without spilling
     small = probe.together == 1 and probe.k.shape[2] * probe.k.element_size() <= 256
     registers = {"maxnreg": 168} if small and torch.version.hip is None else {}
-    kernels.price_kernel[(t.chunks.shape[0] * patterns,)](
+    price_kernel[(t.chunks.shape[0] * patterns,)](
         probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, words, partials, needed, t.segments, *probe.strides,
         probe.scale2, price, probe.context.config.local_blocks, probe.groups, patterns, HEADS=probe.together,
         SKIP=probe.bounds is not None, **probe.options, **registers,
     )  # fmt: skip
     mass = probe.lse.new_empty(t.diagonal_slots)
     grid = (t.diagonal_tiles.shape[0] * patterns,)
-    kernels.diagonal_mass_kernel[grid](partials, t.groups, t.segments, t.diagonal_tiles, t.local_of, mass, patterns)
+    triton_diagonals.diagonal_mass_kernel[grid](partials, t.groups, t.segments, t.diagonal_tiles, t.local_of, mass, patterns)
     mass = probe.context.axes.ring_sum(mass)
     flags = words.new_empty(t.diagonal_slots + 1)
-    kernels.diagonal_flag_kernel[grid](
+    triton_diagonals.diagonal_flag_kernel[grid](
         mass, t.groups, t.segments, t.diagonal_tiles, flags, BLOCK * price, patterns, WORDS=False
     )  # fmt: skip
     return words, flags
@@ -99,13 +100,13 @@ def _needed(probe: Probe, bounds: Bounds, price: float) -> Tensor:
     t, patterns = probe.tables, probe.patterns
     grid = (t.diagonal_tiles.shape[0] * patterns,)
     most = probe.lse.new_empty(t.diagonal_slots)
-    kernels.bound_kernel[grid](
+    triton_diagonals.bound_kernel[grid](
         bounds.sums, bounds.anchors, probe.lse, t.groups, t.segments, t.diagonal_tiles, t.local_of, most, probe.groups, patterns,
         HPP=probe.context.heads_per_pattern,
     )  # fmt: skip
     most = probe.context.axes.ring_sum(most)
     needed = most.new_empty(t.diagonal_slots, dtype=torch.int8)
-    kernels.needed_kernel[grid](most, t.segments, t.diagonal_tiles, needed, price, patterns)
+    triton_diagonals.needed_kernel[grid](most, t.segments, t.diagonal_tiles, needed, price, patterns)
     return needed
 
 

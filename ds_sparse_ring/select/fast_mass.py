@@ -16,10 +16,11 @@ from ds_sparse_ring.config import FixedSelector, TopPSelector
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
 from ds_sparse_ring.select import triton_compact as compact
-from ds_sparse_ring.select import triton_probe as kernels
+from ds_sparse_ring.select import triton_mass
 from ds_sparse_ring.select.fast_probe import Probe, mass_options
 from ds_sparse_ring.select.mass import Budget, budgets
 from ds_sparse_ring.select.tables import Tables
+from ds_sparse_ring.select.triton_diagonals import diagonal_flag_kernel
 
 _NO_BOUND = 1 << 62
 _ENTRIES = 1 << 25  # tokens that selection by mass ranks at a time: 24 bytes each (masses, parts of diagonals), 768 MiB
@@ -64,7 +65,7 @@ def by_mass(probe: Probe, selector: TopPSelector | FixedSelector) -> tuple[Tenso
     _cut_ties(probe, columns, _tied_before(probe, columns))
     _cut_ties(probe, offsets, compact.bits_before(offsets.tied))
     flags = columns.words.new_empty(t.diagonal_slots + 1)
-    kernels.diagonal_flag_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
+    diagonal_flag_kernel[(t.diagonal_tiles.shape[0] * patterns,)](
         offsets.words, t.groups, t.segments, t.diagonal_tiles, flags, 0.0, patterns, WORDS=True
     )  # fmt: skip
     return columns.words, flags
@@ -128,17 +129,17 @@ def _masses(probe: Probe, first: int, last: int) -> tuple[Tensor, Tensor]:
     diagonals = t.groups.new_empty(keys.slots * patterns * 2 * BLOCK)
     if keys.chunks:
         options = probe.options | mass_options(probe.k.shape[2], probe.k.element_size())
-        kernels.mass_kernel[(keys.chunks * patterns,)](
+        triton_mass.mass_kernel[(keys.chunks * patterns,)](
             probe.q_rows, probe.k, probe.lse, t.groups, t.chunks, t.key_blocks, columns, diagonals, *probe.strides, probe.scale2,
             keys.chunk_first, keys.slot_first * patterns, probe.groups, patterns, **options,
         )  # fmt: skip
     mass = (diagonals if shared else columns).new_empty(offsets.slots * patterns * BLOCK)
-    kernels.offset_mass_kernel[(offsets.chunks * patterns,)](
+    triton_mass.offset_mass_kernel[(offsets.chunks * patterns,)](
         diagonals, t.groups, t.offset_chunks, t.local_of, mass, offsets.chunk_first, keys.slot_first * patterns,
         offsets.slot_first * patterns, patterns, SHARED=shared, BLOCKS=8,
     )  # fmt: skip
     if shared:  # integers: the same sum, in whatever order NCCL adds the ranks
-        mass = probe.context.axes.ring_sum(mass).to(torch.float32).mul_(kernels.MEAN)
+        mass = probe.context.axes.ring_sum(mass).to(torch.float32).mul_(triton_mass.MEAN)
     return columns, mass
 
 

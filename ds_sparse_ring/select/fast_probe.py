@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
-from ds_sparse_ring.select import triton_probe as kernels
+from ds_sparse_ring.select import triton_probe
 from ds_sparse_ring.select.tables import Tables, tables_of
 
 _WARPS = 4
@@ -124,7 +124,7 @@ def _row_sums(largest: Tensor, total: Tensor, tables: Tables) -> tuple[Tensor, T
     """Log-sum-exp, +inf for rows that are not valid, and which groups' are not finite: int64 ``[H, G]``."""
     heads, groups = largest.shape[0], tables.groups.shape[0]
     lse, refused = torch.empty_like(largest), tables.groups.new_empty(heads, groups)
-    kernels.lse_kernel[(groups, heads)](largest, total, tables.valid, lse, refused, groups)
+    triton_probe.lse_kernel[(groups, heads)](largest, total, tables.valid, lse, refused, groups)
     return lse, refused
 
 
@@ -141,13 +141,13 @@ def _log_sum_exp(
     at_once = together(q_rows.shape[2], q_rows.element_size(), options["GROUP"])
     parts = q_rows.new_empty(2, count, heads, BLOCK, dtype=torch.float32)
     anchors, sums = (bounds.anchors, bounds.sums) if bounds is not None else (parts, parts)
-    kernels.lse_chunk_kernel[(count * (heads // at_once),)](
+    triton_probe.lse_chunk_kernel[(count * (heads // at_once),)](
         q_rows, k, tables.groups, chunks, tables.key_blocks, parts[0], parts[1], anchors, sums, k.stride(0), k.stride(1), scale2,
         groups, heads, HEADS=at_once, BOUND=bounds is not None, **options,
     )  # fmt: skip
     out = q_rows.new_empty(2, heads, groups * BLOCK, dtype=torch.float32)
     whole = chunks is tables.chunks
-    kernels.lse_merge_kernel[(groups, heads)](
+    triton_probe.lse_merge_kernel[(groups, heads)](
         parts[0], parts[1], tables.groups, out[0], out[1], groups, heads,
         BEGIN=fields.CHUNK_BEGIN if whole else fields.ANCHOR_BEGIN, END=fields.CHUNK_END if whole else fields.ANCHOR_END,
         CHUNKS=64,

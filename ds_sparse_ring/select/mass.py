@@ -53,7 +53,7 @@ def select_by_mass(
         p = pattern_mean(probe.p, context.heads_per_pattern).double()  # [P, r, b, T]
         pattern, token = _top(p.mean(1).flatten(1), probe.key_tokens.flatten(), column_budget, context.axes)
         columns.append(torch.stack([target * patterns + pattern, token], 1))
-        slashes = context.axes.ring_sum(_token_diagonal_mass(p, probe, context))
+        slashes = _token_diagonal_mass(p, probe, context)
         offsets = torch.arange(slashes.shape[1], device=q.device)
         pattern, offset = _top(slashes, offsets, slash_budget, None)
         block = torch.cat([offset // BLOCK, -(-offset // BLOCK)])
@@ -73,7 +73,11 @@ def budgets(selector: TopPSelector | FixedSelector) -> tuple[Budget, Budget]:
 
 
 def _token_diagonal_mass(p: Tensor, probe: RowProbabilities, context: SequenceContext) -> Tensor:
-    """Mean mass of this rank's keys per token diagonal, ``[P, document tokens up to the segment's end]``."""
+    """Mean mass of token diagonals, ``[P, document tokens up to the segment's end]``. Collective over the ring.
+
+    Sums of probabilities in fp32 are exact in fp64, unless these are a factor of 2**20 apart, and the division comes last: so
+    diagonals of equal probabilities tie, however their keys are spread over ranks.
+    """
     segment = context.segments[probe.segment]
     reach = (segment.end - segment.document_begin) * BLOCK
     mass = p.new_zeros(p.shape[0], reach)
@@ -81,7 +85,7 @@ def _token_diagonal_mass(p: Tensor, probe: RowProbabilities, context: SequenceCo
     for i, row in enumerate(probe.rows.tolist()):  # within a row each key has its own offset, so indices never repeat
         past = keys <= row
         mass[:, row - keys[past]] += p[:, i].flatten(1)[:, past]
-    return mass / probe.rows.numel()
+    return context.axes.ring_sum(mass) / probe.rows.numel()
 
 
 def _top(mass: Tensor, ids: Tensor, budget: Budget, axes: Axes | None) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,10 @@ from ds_sparse_ring.kernels.triton_attention import tuning
 from ds_sparse_ring.layout import BLOCK
 from ds_sparse_ring.select import tables as fields
 from ds_sparse_ring.select import triton_compact as compact
-from ds_sparse_ring.select import triton_probe as kernels
 from ds_sparse_ring.select.fast_probe import launch_options, mass_options, together
+from ds_sparse_ring.select.triton_mass import mass_kernel, offset_mass_kernel
+from ds_sparse_ring.select.triton_price import price_kernel
+from ds_sparse_ring.select.triton_probe import lse_chunk_kernel
 
 HOPPER_SHARED_BYTES = 227 * 1024
 FLOATS = dict.fromkeys(("scale", "scale_log2"), "fp32")
@@ -101,12 +103,12 @@ def selection() -> None:
         group = {"GROUP": 8, "D": options.pop("D"), "BLOCK_D": options.pop("BLOCK_D")}
         rows = {"HPP": per_pattern, "HEADS": together(head_size, bytes_each, per_pattern)}
         for kernel, more in [
-            (kernels.lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8), "BOUND": True}),
-            (kernels.price_kernel, {**rows, "SKIP": True}),
-            (kernels.price_kernel, {**rows, "SKIP": False}),
-            (kernels.mass_kernel, {"HPP": per_pattern}),
+            (lse_chunk_kernel, {"HEADS": together(head_size, bytes_each, 8), "BOUND": True}),
+            (price_kernel, {**rows, "SKIP": True}),
+            (price_kernel, {**rows, "SKIP": False}),
+            (mass_kernel, {"HPP": per_pattern}),
         ]:
-            own = mass_options(head_size, bytes_each) if kernel is kernels.mass_kernel else {}
+            own = mass_options(head_size, bytes_each) if kernel is mass_kernel else {}
             shared = compile_kernel(kernel, partial(selection_kind, element=element), group | more, options | own)
             what = f"{kernel.__name__}, {element}, head size {head_size}, {per_pattern} heads a pattern: {shared} bytes"
             assert shared <= HOPPER_SHARED_BYTES, what
@@ -116,7 +118,7 @@ def selection() -> None:
     counted, weighed = {"BITS": compact.COUNT_BITS, "MASS": False}, {"BITS": compact.MASS_BITS, "MASS": True}
     of_columns = {**walk, "OFFSETS": False}
     for kernel, constants in [
-        (kernels.offset_mass_kernel, {"SHARED": False, "BLOCKS": 8}),
+        (offset_mass_kernel, {"SHARED": False, "BLOCKS": 8}),
         (compact.radix_count_kernel, {**of_columns, **counted}),
         (compact.radix_count_kernel, {**of_columns, **weighed, "BLOCKS": 1}),
         (compact.radix_sum_kernel, {**steps, "WIDTH": 1 << compact.COUNT_BITS}),

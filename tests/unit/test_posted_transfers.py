@@ -13,7 +13,7 @@ from ds_sparse_ring.attention import sparse_ring_attention
 from ds_sparse_ring.comm import TAG_DKV, TAG_DKV_AHEAD, TAG_KV, TAG_KV_AHEAD, TAG_ULYSSES, Axes
 from ds_sparse_ring.context import SequenceContext
 from ds_sparse_ring.plan import Transfer, ring_plan
-from ds_sparse_ring.plan_check import Cargo, Posted, RankRun, Step, run_plans
+from ds_sparse_ring.plan_run import Cargo, Posted, RankRun, Step, run_plans
 from tests.common import DistributedTest
 
 from .reference import bound, global_qkv
