@@ -372,9 +372,15 @@ class TestUnderZero(DistributedTest):
         check_against_one_process(Run(ZERO["zero3_reduce_scatter"], "every_query", rows=[PADDED], **plan))
 
     @pytest.mark.world_size(4)
-    def test_in_a_ulysses_group_of_more_ranks_than_kv_heads(self) -> None:
-        plan: dict[str, Any] = {"ulysses_degree": 4, "heads_per_pattern": 1, "layer_chunk_tokens": 30}
-        check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", rows=[PADDED], **plan))
+    @pytest.mark.parametrize(
+        ("ulysses", "kind", "offload"),
+        [(4, "llama", None), (2, "llama of one KV head", {"host_gib": GIB_OF_A_MIB, "kv_page_tokens": 64})],
+    )
+    def test_in_a_ulysses_group_of_more_ranks_than_kv_heads(
+        self, ulysses: int, kind: str, offload: dict[str, Any] | None
+    ) -> None:
+        plan: dict[str, Any] = {"ulysses_degree": ulysses, "heads_per_pattern": 1, "layer_chunk_tokens": 40, "offload": offload}
+        check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", kind=kind, rows=[PADDED], **plan))
 
     def test_zero3_gathers_a_layer_once_per_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
