@@ -19,6 +19,7 @@ _MOST_HOPS = 64
 """Of one pass that are shown."""
 
 _SENT = {name.replace("_", " ").replace("bytes", "GiB"): name for name in SENT}
+"""Labels of what a rank sends, and its names in the log."""
 
 
 def print_comparison(log: Path, hardware: str | None) -> None:
@@ -115,12 +116,12 @@ def measured_figures(run: RunLog) -> dict[str, float | None]:
         "worker imbalance": run.median("time_imbalance"),
         "hop imbalance": run.median("hop_imbalance"),
         "peak memory GiB": run.median("peak_memory_gib"),
-        **{label: _of(run.median(name)) for label, name in _SENT.items()},
+        **{label: _gib(run.median(name)) for label, name in _SENT.items()},
     }
 
 
-def _of(sent_bytes: float | None) -> float | None:
-    return None if sent_bytes is None else sent_bytes / GIB
+def _gib(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / GIB
 
 
 def simulated_figures(e: Estimate, accumulation: int = 1) -> dict[str, float]:
