@@ -63,7 +63,16 @@ class _Kept:
 
 
 @torch.compiler.disable  # communicates and reads its index on the host: a compiled model calls it as it is
-def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, layer: int, scale: float) -> Tensor:
+def sparse_ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    *,
+    layer: int,
+    scale: float,
+    kv_gradients: list[Tensor] | None = None,
+) -> Tensor:
     """Causal attention of this rank's queries over the whole sequence, as sparse as the context's selector makes it.
 
     Collective over the ring: every rank calls it for the same layers in the same order.
@@ -73,6 +82,9 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
         context: of the sequence, the same for all layers.
         layer: counted from 0; what the schedule has for it chooses, and density and recall are reported under it.
         scale: multiplies q.k before the softmax.
+        kv_gradients: for heads that the caller has exchanged and that several ranks share: the backward pass leaves dk and dv
+            ``[1, K, n, D]`` here, as they were summed, and gives none to autograd, which would round them to k's dtype before
+            the caller sums them over these ranks.
 
     Returns:
         ``[1, n, H, D]`` in q's dtype.
@@ -88,7 +100,8 @@ def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceCont
     slot = current_slot()
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     with torch.autocast(device, enabled=False):  # the kernels choose their precision themselves
-        return _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot, trains).transpose(0, 1)[None]
+        o = _SparseRingAttention.apply(q[0], k[0], v[0], context, layer, scale, slot, trains, kv_gradients)
+    return o.transpose(0, 1)[None]
 
 
 class _SparseRingAttention(torch.autograd.Function):
@@ -103,11 +116,12 @@ class _SparseRingAttention(torch.autograd.Function):
         scale: float,
         slot: Slot[_Kept] | None,
         trains: bool,
+        kv_gradients: list[Tensor] | None,
     ) -> Tensor:
         heads = q.shape[0], k.shape[0]
         if not context.heads_exchanged:
             with context.meter.timed("attention"), context.meter.timed("heads"):
-                q, k, v = to_heads((q, k, v), context.axes, Place(layer, backward=False))
+                q, k, v = to_heads((q, k, v), context.axes, Place(layer, backward=False), context.meter)
         context = context.with_group(q.shape[0] // k.shape[0])
         kept = slot.take() if slot is not None else None
         if kept is not None and kept.index.segments != context.segments:
@@ -143,7 +157,7 @@ class _SparseRingAttention(torch.autograd.Function):
             slot.put(kept)
             columns = columns if kept.output is None else None  # as in the replay
         ctx.context, ctx.index, ctx.layer, ctx.scale, ctx.heads = context, index, layer, scale, heads
-        ctx.parts = parts.indices
+        ctx.parts, ctx.kv_gradients = parts.indices, kv_gradients
         ctx.arriving, ctx.pages = ([], []) if kept is None else (kept.arriving, kept.pages)
         if pages is not None:
             ctx.pages[:] = [pages]
@@ -155,7 +169,7 @@ class _SparseRingAttention(torch.autograd.Function):
         if context.heads_exchanged:
             return o
         with context.meter.timed("attention"), context.meter.timed("heads"):
-            return to_tokens([o], context.axes, heads[:1], Place(layer, backward=False))[0]
+            return to_tokens([o], context.axes, heads[:1], Place(layer, backward=False), context.meter)[0]
 
     @staticmethod
     @once_differentiable
@@ -163,8 +177,8 @@ class _SparseRingAttention(torch.autograd.Function):
         q, k, v, o, lse, column_k, column_v = ctx.saved_tensors
         context, (heads, kv_heads) = ctx.context, ctx.heads
         axes, meter, exchanged, place = context.axes, context.meter, context.heads_exchanged, Place(ctx.layer, backward=True)
-        # heads that several ranks have are summed first
-        shared = not exchanged and kv_heads < axes.ulysses_size
+        # heads that several ranks have are summed first, here or by the caller
+        shared = ctx.kv_gradients is not None if exchanged else kv_heads < axes.ulysses_size
         dkv_dtype = accumulator_dtype(q.dtype) if shared else q.dtype
         with torch.autocast(q.device.type, enabled=False), meter.timed("attention"):
             kv: KV = DeviceKV(k, v)
@@ -175,7 +189,7 @@ class _SparseRingAttention(torch.autograd.Function):
                     k, v = pages.whole()
                     kv = DeviceKV(k, v)
             with meter.timed("heads"):
-                do = grads[0] if exchanged else to_heads(grads, axes, place)[0]
+                do = grads[0] if exchanged else to_heads(grads, axes, place, meter)[0]
             if column_k.numel():
                 columns: ColumnKV | None = ColumnKV(column_k, column_v)
             else:
@@ -184,13 +198,20 @@ class _SparseRingAttention(torch.autograd.Function):
                 columns = gather.wait()
             parts = ColumnParts(ctx.parts, k, v, context, backward=True)
             dq, dk, dv = ring_backward(q, kv, o, lse, do, ctx.index, columns, parts, context, ctx.layer, ctx.scale, dkv_dtype)
-            with meter.timed("heads"):
-                if not exchanged:
-                    dq, dk, dv = to_tokens((dq, dk, dv), axes, (heads, kv_heads, kv_heads), place)
-                dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
+            dq = dq.to(q.dtype)
+            if not shared:
+                dk, dv = dk.to(q.dtype), dv.to(q.dtype)
+            if not exchanged:
+                with meter.timed("heads"):
+                    dq, dk, dv = to_tokens((dq, dk, dv), axes, (heads, kv_heads, kv_heads), place, meter)
+                    dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         if isinstance(ctx.index, VerticalSlash | BlockLists):
             ctx.index.forget()
-        return dq, dk, dv, None, None, None, None, None
+        to_autograd: tuple[Tensor | None, ...] = (dk, dv)
+        if ctx.kv_gradients is not None:
+            ctx.kv_gradients[:] = dk[None], dv[None]
+            to_autograd = (None, None)
+        return dq, *to_autograd, None, None, None, None, None, None
 
 
 def _keep(o: Tensor, lse: Tensor, context: SequenceContext, layer: int) -> list[Tensor] | Spilled | None:

@@ -56,7 +56,9 @@ class ColumnGather:
             held = distinct.held()[0]
             kv_head, row = torch.div(held, k.shape[1], rounding_mode="floor"), held % k.shape[1]
             mine = torch.stack([_rows(k, kv_head, row), _rows(v, kv_head, row)], 1)
-            self._arriving = context.axes.column_gather(mine, self._place), distinct.slots()
+            arrival = context.axes.column_gather(mine, self._place)
+            context.meter.count("sent_columns_bytes", arrival.sent_bytes)
+            self._arriving = arrival, distinct.slots()
         self._index = None
         return self
 
@@ -101,7 +103,9 @@ class ColumnReturn:
         sums = self._both.new_zeros(axes.ring_size * held.numel(), 2, self._both.shape[2])
         kernel.add_rows(sums.transpose(0, 1), distinct.slots(), self._both)
         self._both = self.rows = None
-        self._sums = axes.column_shares(sums, Place(self._context.layer, backward=True)), torch.where(counts, held, -1)
+        arrival = axes.column_shares(sums, Place(self._context.layer, backward=True))
+        self._context.meter.count("sent_columns_bytes", arrival.sent_bytes)
+        self._sums = arrival, torch.where(counts, held, -1)
 
     def add_to(self, dkv: Tensor, first: int = 0) -> None:
         """Wait for the others' parts and add the sum to this rank's gradients ``[2, K, m, D]`` of rows from ``first`` on."""

@@ -183,7 +183,7 @@ class Axes:
         what, out = _at(place, "gathering columns from the ring"), x.new_empty(self.ring_size * x.shape[0], *x.shape[1:])
         with self._naming(what, self.column_group):
             work = dist.all_gather_into_tensor(out, x, group=self.column_group, async_op=True)
-        return self._arrival(out, [work], x, what, self.column_group)
+        return self._arrival(out, [work], x, what, self.column_group, (self.ring_size - 1) * x.nbytes)
 
     def column_shares(self, x: Tensor, place: Place | None = None) -> Arrival[Tensor]:
         """Start a sum over a ring of several ranks of which each gets its share: ``[ring_size * m, ...]`` -> ``[m, ...]``.
@@ -193,12 +193,12 @@ class Axes:
         what, share = _at(place, "a sum of columns over the ring"), x.shape[0] // self.ring_size
         with self._naming(what, self.column_group):
             if dist.get_backend(self.column_group) == "nccl":
-                out = x.new_empty(share, *x.shape[1:])
+                out, rounds = x.new_empty(share, *x.shape[1:]), 1
                 work = dist.reduce_scatter_tensor(out, x, group=self.column_group, async_op=True)
             else:
-                out = x[self.ring_rank * share : (self.ring_rank + 1) * share]
+                out, rounds = x[self.ring_rank * share : (self.ring_rank + 1) * share], 2
                 work = dist.all_reduce(x, group=self.column_group, async_op=True)
-        return self._arrival(out, [work], x, what, self.column_group)
+        return self._arrival(out, [work], x, what, self.column_group, rounds * (self.ring_size - 1) * out.nbytes)
 
     def ring_max(self, x: Tensor) -> Tensor:
         """Maximum over the ring, in place."""
@@ -255,7 +255,8 @@ class Axes:
             return Arrival(received, [], sent, nullcontext)
         with self._naming(what, self.ulysses_group):
             works = dist.batch_isend_irecv(operations)
-        return self._arrival(received, works, sent, what, self.ulysses_group)
+        sent_bytes = sum(share.nbytes for of in sent for r, share in enumerate(of) if r != mine)
+        return self._arrival(received, works, sent, what, self.ulysses_group, sent_bytes)
 
     def ring_gather_rows(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """Concatenation over the ring of ``[rows, ...]`` tensors whose row counts differ; the host waits for counts not given."""
@@ -320,7 +321,7 @@ class Axes:
         if self.watch is not None:
             self.watch.add(StreamPlace(), partial(self._broken_operation, what, group))
 
-    def _arrival(self, result: T, works: list[Any], given: object, what: str, group: Any) -> Arrival[T]:
+    def _arrival(self, result: T, works: list[Any], given: object, what: str, group: Any, sent_bytes: int) -> Arrival[T]:
         entry = None if self.watch is None else self.watch.add(works[-1], partial(self._broken_operation, what, group))
 
         @contextmanager
@@ -330,7 +331,7 @@ class Axes:
             if self.watch is not None and entry is not None:
                 self.watch.waited_for(entry, StreamPlace())
 
-        return Arrival(result, works, given, waiting)
+        return Arrival(result, works, given, waiting, sent_bytes)
 
     def _broken_operation(self, what: str, group: Any, what_happened: str) -> str:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
@@ -366,10 +367,22 @@ class Exchange:
 
 
 class Arrival(Generic[T]):
-    """An operation of a group under way. It holds what this rank gave until the operation is over."""
+    """An operation of a group under way. It holds what this rank gave until the operation is over.
 
-    def __init__(self, result: T, works: list[Any], given: object, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    Attributes:
+        sent_bytes: what leaves this rank for it; of a gathering or a sum as if parts of it went from neighbour to neighbour.
+    """
+
+    def __init__(
+        self,
+        result: T,
+        works: list[Any],
+        given: object,
+        waiting: Callable[[], AbstractContextManager[None]],
+        sent_bytes: int = 0,
+    ) -> None:
         self._result, self._works, self._given, self._waiting = result, works, [given], waiting
+        self.sent_bytes = sent_bytes
 
     def wait(self) -> T:
         """The result, as often as asked.

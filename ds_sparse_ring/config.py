@@ -162,7 +162,7 @@ class SparseRingConfig(Strict):
     """Ranks that share one sequence; null is all ranks. Must divide the number of ranks."""
 
     ulysses_degree: int = Field(default=1, ge=1)
-    """Neighbouring ranks that exchange heads for tokens all at once (Ulysses); the ring runs over degree / ulysses_degree."""
+    """Neighbouring ranks that exchange heads for tokens (Ulysses); the ring runs over degree / ulysses_degree."""
 
     inner_degree: int | None = Field(default=None, ge=1)
     """Ranks of an inner ring, usually those of a node: a hierarchical ring; null is one flat ring. Must divide the degree."""

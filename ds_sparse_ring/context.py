@@ -29,8 +29,8 @@ class SequenceContext:
         selector: what chooses the index for this micro-batch (the configured one, or the full index during warm-up).
         meter: where layers report density, recall and work.
         spill: where the checkpointed layers of this pass keep what they need again; None: on the device.
-        heads_exchanged: queries, keys and values come as another library has exchanged them within the Ulysses group: this
-            rank's share of the heads, for all tokens of the group in the order of its ranks.
+        heads_exchanged: queries, keys and values come as another library, or a layer in chunks, has exchanged them within the
+            Ulysses group: this rank's share of the heads, for all tokens of the group in the order of its ranks.
         layer: the layer that attends, of `at_layer`; random patterns differ between layers.
         latest: layer in chunks of this pass, from whose input the next one's can be made again.
         step: what the schedule says about this step; None: every layer chooses by the selector.

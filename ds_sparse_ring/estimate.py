@@ -18,7 +18,6 @@ from ds_sparse_ring.memory import (
     Memory,
     column_parts,
     columns_of,
-    exchanges_by_chunks,
     ladder_of,
     layers_before_others,
     memory_of,
@@ -26,8 +25,10 @@ from ds_sparse_ring.memory import (
     plan_report,
     ring_layout,
     rows_of,
+    shares_kv_heads,
     slots_of,
 )
+from ds_sparse_ring.meter import SENT
 from ds_sparse_ring.plan_check import PlanReport
 from ds_sparse_ring.simulate import Links, PassTime, Work, simulate_pass
 
@@ -36,7 +37,11 @@ _BF16, _FP32, _INT64 = 2, 4, 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule of a job: times of one step (ms) and memory of one rank."""
+    """One schedule of a job: times of one step (ms) and memory of one rank.
+
+    Attributes:
+        heads_bytes, columns_bytes: what a rank sends in a step, of heads within Ulysses groups, of columns and their gradients.
+    """
 
     schedule: Schedule
     forward: PassTime
@@ -47,6 +52,8 @@ class Estimate:
     moved_ms: float
     rest_ms: float
     copies_ms: float
+    heads_bytes: float
+    columns_bytes: float
     layers: int
     memory: Memory
     report: PlanReport
@@ -61,6 +68,13 @@ class Estimate:
     def step_ms(self) -> float:
         """Of a step of one sequence per data rank; copies to host memory and the disk as far as nothing hides them."""
         return self.attention_ms + self.rest_ms + self.copies_ms
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """What leaves a rank in such a step, by the names of `meter.SENT`."""
+        forward, backward, times = self.forward.sent, self.backward.sent, self.layers + self.memory.again
+        inner, outer = (times * forward[level] + self.layers * backward[level] for level in ("inner", "outer"))
+        return dict(zip(SENT, (inner, outer, self.heads_bytes, self.columns_bytes), strict=True))
 
     @property
     def exposed(self) -> float:
@@ -111,6 +125,8 @@ def estimate(job: Job, schedule: Schedule, same_attention: Estimate | None = Non
         moved_ms=_moved_ms(job, heads),
         rest_ms=rest_ms,
         copies_ms=_copies_ms(job, schedule, rest_ms, index_ms, forward, backward),
+        heads_bytes=model.num_hidden_layers * _heads_bytes(job, schedule, local),
+        columns_bytes=_columns_bytes(job, heads, kv_heads, layout.ranks, memory),
         layers=model.num_hidden_layers,
         memory=memory,
         report=report,
@@ -203,23 +219,33 @@ def _moved_ms(job: Job, heads: int) -> float:
 
 
 def _exchange_ms(job: Job, schedule: Schedule, local: int) -> float:
-    """Heads for tokens and back, forward and backward: q, k, v, o, their gradients, and q, k, v and o again in each replay.
+    """Heads for tokens and back, of a layer.
 
     Layers that work on chunks wait for one of them each time; the others are under way beside norms and products.
     """
-    model, ulysses = job.model, schedule.ulysses
-    if ulysses == 1:
+    if schedule.ulysses == 1:
         return 0.0
-    kv_heads = max(model.num_key_value_heads, ulysses)
-    qkv = (model.num_attention_heads + 2 * kv_heads) * model.head_size * _BF16
-    o = model.num_attention_heads * model.head_size * _BF16
-    tokens = local
-    if exchanges_by_chunks(job, schedule):
-        assert job.config.layer_chunk_tokens is not None
-        tokens = min(local, job.config.layer_chunk_tokens)
-    passes = 3 + _again(job)
-    sent = tokens * passes * (qkv + o) * (ulysses - 1) / ulysses
-    return 2 * passes * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+    waited_for = min(local, job.config.layer_chunk_tokens or local)
+    sent = _heads_bytes(job, schedule, waited_for)
+    return 2 * _passes(job) * job.hardware.latency_ms + sent / job.hardware.inner_gb_s / 1e6
+
+
+def _passes(job: Job) -> float:
+    """How often a layer's heads are exchanged, to and fro: forward, backward and in each replay."""
+    return 3 + _again(job)
+
+
+def _heads_bytes(job: Job, schedule: Schedule, tokens: int) -> float:
+    """What a rank sends for so many local tokens of a layer: q, k, v, o, their gradients, and q, k, v and o in each replay.
+
+    Gradients of KV heads that ranks share go in fp32, but for a dense library's.
+    """
+    model, ulysses = job.model, schedule.ulysses
+    kv = 2 * max(model.num_key_value_heads, ulysses)
+    elements = _passes(job) * (2 * model.num_attention_heads + kv)
+    dense = isinstance(job.config.selector, FullSelector) and job.config.check_degree(job.world) == ulysses
+    wide = (_FP32 - _BF16) * kv if shares_kv_heads(job, schedule) and not dense else 0
+    return tokens * (ulysses - 1) / ulysses * model.head_size * (_BF16 * elements + wide)
 
 
 def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: PassTime, backward: PassTime) -> float:
@@ -227,14 +253,29 @@ def _columns_ms(job: Job, heads: int, kv_heads: int, layout: Layout, forward: Pa
 
     Parts of columns are spread over the hops; the backward pass gathers them again.
     """
-    ranks, rows, parts = layout.ranks, rows_of(job, heads, kv_heads), column_parts(job, heads)
-    if ranks == 1 or not rows:
+    ranks, of_columns, parts = layout.ranks, _column_elements(job, heads, kv_heads, layout.ranks), column_parts(job, heads)
+    if not of_columns:
         return 0.0
     machine, size, rate = job.hardware, job.model.head_size, _gathering_rate(job)
-    of_columns = parts * (ranks - 1) / ranks * 2 * rows * size
     of_hops = (ranks - 1) * 2 * kv_heads * layout.local_tokens * size
     again, waits = _BF16 if parts > 1 else 0, 0.0
     for run, element, of_hop in ((forward, _BF16, _BF16), (backward, _FP32 + again, _BF16 + _FP32)):
         sent = of_columns * element + of_hops * of_hop
         waits += max(0.0, parts * machine.latency_ms + sent / rate - run.total * (ranks - 1) / ranks)
     return waits
+
+
+def _column_elements(job: Job, heads: int, kv_heads: int, ranks: int) -> float:
+    """Of a layer's distinct rows, keys and values, that a rank sends to gather them once, and as many to return gradients."""
+    return column_parts(job, heads) * (ranks - 1) / ranks * 2 * rows_of(job, heads, kv_heads) * job.model.head_size
+
+
+def _columns_bytes(job: Job, heads: int, kv_heads: int, ranks: int, memory: Memory) -> float:
+    """What a rank sends in a step, all layers, for columns and their gradients.
+
+    They are gathered wherever a layer attends, and for its backward pass, too, if the replay does not attend or they come in
+    parts.
+    """
+    layers = job.model.num_hidden_layers
+    gathered = layers + memory.again + (layers if column_parts(job, heads) > 1 else layers - memory.recomputed)
+    return _column_elements(job, heads, kv_heads, ranks) * (_BF16 * gathered + _FP32 * layers)

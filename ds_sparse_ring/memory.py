@@ -247,7 +247,7 @@ def _kept_on_device(job: Job, ladder: Ladder | None, shard: KeptBytes) -> float:
 def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     """A decoder layer's backward pass where it is fullest, without input and attention output that were kept."""
     model = job.model
-    w, i, a, gradients = _widths(model, schedule)
+    w, i, a, of_kv = _widths(model, schedule)
     chunk = job.config.layer_chunk_tokens
     attention = _attention(job, schedule, n)
     heads = model.num_attention_heads // schedule.ulysses
@@ -257,8 +257,7 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     # saved by a norm: its input in fp32, the normalised one and the result; in an MLP's backward pass gate, its activation, up
     # and the gradients of product, activation and up
     norm, mlp = 4 * w, 6 * i
-    kv = gradients if job.config.page_tokens is None or parts > 1 else 0
-    again = 2 * a + kv if exchanges_at_once(job, schedule) else 0  # q, k, v, o of before
+    kv = of_kv if job.config.page_tokens is None or parts > 1 else 0
     if chunk is None:
         in_mlp = _BF16 * n * (2 * norm + a + kv + a + mlp + w) + columns
         in_attention = _BF16 * n * (norm + a + kv + w) + attention
@@ -266,20 +265,24 @@ def _layer(job: Job, schedule: Schedule, n: int, attends_again: bool) -> float:
     c = min(chunk, n)
     per_layer = model.layer_parameters / model.num_hidden_layers * job.trained_share
     sums = _FP32 * per_layer
-    whole = 2 * w + a + kv + again  # gradients of output and input; q, k, v
+    whole = 2 * w + a + kv  # gradients of output and input; q, k, v
     after = _BF16 * (n * (whole + a) + c * (norm + 4 * w + 2 * a + mlp)) + columns
-    before = _BF16 * (n * (2 * w + a + gradients) + c * (norm + w + 2 * (a + gradients))) + _BF16 * per_layer
+    gradients = a + of_kv * (2 if shares_kv_heads(job, schedule) else 1)  # of shared heads in fp32, until these are summed
+    before = _BF16 * (n * (2 * w + gradients) + c * (norm + w + 2 * gradients)) + _BF16 * per_layer
     return max(after, _BF16 * n * whole + attention, before) + sums + own_output
 
 
-def exchanges_by_chunks(job: Job, schedule: Schedule) -> bool:
-    """Whether a Ulysses group exchanges heads chunk by chunk: layers in chunks do, with at least as many KV heads as ranks."""
-    return job.config.layer_chunk_tokens is not None and 1 < schedule.ulysses <= job.model.num_key_value_heads
-
-
 def exchanges_at_once(job: Job, schedule: Schedule) -> bool:
-    """Whether it exchanges them all before and after attention, so that queries and outputs are there twice."""
-    return schedule.ulysses > 1 and not exchanges_by_chunks(job, schedule)
+    """Whether a Ulysses group exchanges all heads before and after attention, so that queries and outputs are there twice.
+
+    Layers in chunks exchange them chunk by chunk.
+    """
+    return schedule.ulysses > 1 and job.config.layer_chunk_tokens is None
+
+
+def shares_kv_heads(job: Job, schedule: Schedule) -> bool:
+    """Whether several ranks of a Ulysses group have the same KV head, whose gradients are summed over them in fp32."""
+    return schedule.ulysses > job.model.num_key_value_heads
 
 
 def _widths(model: ModelShape, schedule: Schedule) -> tuple[int, int, int, int]:
@@ -294,8 +297,8 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
 
     do and dq (summed in fp32 over hops and parts of columns), both twice where a Ulysses group exchanges them at once; sums of dq
     by the CUDA kernels without either; delta; shards of keys and values and their gradients on the way; with parts beside hops
-    the parts' gradients apart and those of pages whole, in fp32; keys and values of the columns, or of a part of them, with their
-    gradients, on a ring also the distinct rows of these.
+    the parts' gradients apart, in fp32, as those of whole pages are with parts or with KV heads that ranks share; keys and values
+    of the columns, or of a part of them, with their gradients, on a ring also the distinct rows of these.
     """
     model, report = job.model, plan_report(job, schedule)
     *_, a, kv = _widths(model, schedule)
@@ -305,7 +308,8 @@ def _attention(job: Job, schedule: Schedule, n: int) -> float:
     parts = column_parts(job, heads)
     merged, at_once = ring or share < 1 or parts > 1, exchanges_at_once(job, schedule)
     elements = 2 * a + (2 * a if merged else 0) + (2 * a if at_once else 0)
-    elements += 2 * kv * ((ring or share < 1) + (share < 1)) if parts > 1 else 0
+    whole_pages = share < 1 and (parts > 1 or shares_kv_heads(job, schedule))
+    elements += 2 * kv * ((parts > 1 and (ring or share < 1)) + whole_pages)
     buffers = share * (report.backward.kv_buffers + 2 * report.backward.gradient_buffers)
     columns = columns_of(job, heads) / parts * 2 * model.head_size * (_BF16 + _FP32)
     of_kv_head = _FP32 * n * schedule.ulysses * model.head_size * heads // kv_heads

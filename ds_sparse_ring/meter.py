@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ds_sparse_ring.select import AttentionMap
 
 
+SENT = ("sent_inner_bytes", "sent_outer_bytes", "sent_heads_bytes", "sent_columns_bytes")
+"""Counts of what leaves a rank."""
+
+
 class HopPart(NamedTuple):
     """A part of one hop of one layer's pass: its kernels, or the wait for what arrives."""
 
@@ -185,9 +189,10 @@ class Meter:
             Means over ranks: ``compute_s``, attention's kernels; ``exposed_s``, what attention stood still for: ``ring_wait_s``
             for the ring's transfers, ``columns_s`` for columns and their gradients, ``heads_s`` for the exchange within
             Ulysses groups (waiting for a rank that comes late is in them, too); ``sent_inner_bytes``, ``sent_outer_bytes`` to
-            neighbours in the ring and to other inner rings; ``host_us_per_hop``, the host's time for a turn of the loop, without
-            that for taking times (on a CPU the kernels and waits are part of it). ``exposed``: exposed_s as a share of
-            attention's time.
+            neighbours in the ring and to other inner rings, ``sent_heads_bytes`` within Ulysses groups, ``sent_columns_bytes``
+            for columns and their gradients (both as `Arrival` counts them); ``host_us_per_hop``, the host's time for a turn of
+            the loop, without that for taking times (on a CPU the kernels and waits are part of it). ``exposed``: exposed_s as a
+            share of attention's time.
 
             ``time_imbalance``: compute time of the busiest rank over the mean rank of its ring, the worst ring counts.
             ``hop_imbalance``: the same of single hops, mean over layers, passes, hops and rings, as `simulate` has it.
@@ -202,7 +207,7 @@ class Meter:
             "compute_s": sum(value for key, value in parts.items() if key.what == "compute"),
             "ring_wait_s": sum(value for key, value in parts.items() if key.what == "wait"),
             **{f"{name}_s": seconds.get(name, 0.0) for name in ("columns", "heads", "attention")},
-            **{name: counts.get(name, 0.0) for name in ("sent_inner_bytes", "sent_outer_bytes", "host_s", "hops")},
+            **{name: counts.get(name, 0.0) for name in (*SENT, "host_s", "hops")},
             "hop_imbalance": _mean(ratios) if ratios else 1.0,
         }
         of_ranks = [dict(zip(sums, row, strict=True)) for row in self._axes.world_rows(list(sums.values()))]

@@ -11,11 +11,15 @@ from ds_sparse_ring.errors import SparseRingError
 from ds_sparse_ring.estimate import Estimate, estimate
 from ds_sparse_ring.hardware import load_hardware, profile_of_device
 from ds_sparse_ring.job import Job, Schedule
+from ds_sparse_ring.meter import SENT
 from ds_sparse_ring.run_log import RunLog, log_of, read_run
 from ds_sparse_ring.units import GIB
 
 _MOST_HOPS = 64
 """Of one pass that are shown."""
+
+_SENT = {name.replace("_", " ").replace("bytes", "GiB"): name for name in SENT}
+"""Labels of what a rank sends, and its names in the log."""
 
 
 def print_comparison(log: Path, hardware: str | None) -> None:
@@ -112,7 +116,12 @@ def measured_figures(run: RunLog) -> dict[str, float | None]:
         "worker imbalance": run.median("time_imbalance"),
         "hop imbalance": run.median("hop_imbalance"),
         "peak memory GiB": run.median("peak_memory_gib"),
+        **{label: _gib(run.median(name)) for label, name in _SENT.items()},
     }
+
+
+def _gib(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / GIB
 
 
 def simulated_figures(e: Estimate, accumulation: int = 1) -> dict[str, float]:
@@ -129,4 +138,5 @@ def simulated_figures(e: Estimate, accumulation: int = 1) -> dict[str, float]:
         "worker imbalance": e.backward.imbalance,
         "hop imbalance": (e.forward.hop_imbalance + e.backward.hop_imbalance) / 2,
         "peak memory GiB": e.memory.device / GIB,
+        **{label: accumulation * e.sent_bytes[name] / GIB for label, name in _SENT.items()},
     }

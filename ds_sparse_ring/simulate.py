@@ -11,7 +11,7 @@ Shapes: H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_sparse_ring.hardware import Hardware
 from ds_sparse_ring.layout import BLOCK, Layout, Span
-from ds_sparse_ring.plan import Hop, InnerKind, Page, Transfer, ring_plan
+from ds_sparse_ring.plan import Hop, InnerKind, Level, Page, Transfer, ring_plan
 from ds_sparse_ring.plan_run import Cargo, Posted, RankRun, Step, run_plans
 
 
@@ -87,7 +87,8 @@ class PassTime:
     Attributes:
         total: until the last rank has ended. compute: mean over ranks. exposed: mean time that ranks wait, for transfers and
             for pages. imbalance: busiest rank over the mean. hop_imbalance: mean over hops of the slowest rank's compute over
-            the mean rank's. by_hop: compute of each hop, mean over ranks.
+            the mean rank's. by_hop: compute of each hop, mean over ranks. sent: bytes that leave a rank at each level, mean
+            over ranks.
     """
 
     total: float
@@ -96,6 +97,7 @@ class PassTime:
     imbalance: float
     hop_imbalance: float
     by_hop: tuple[float, ...]
+    sent: Mapping[Level, float]
     events: tuple[Event, ...]
 
 
@@ -113,6 +115,7 @@ class _TimedRank(RankRun):
         self.loaded = 0.0  # when the page that is being loaded will be there
         self.hop_ms: list[float] = []
         self.waited = 0.0
+        self.sent_bytes: dict[Level, float] = {"inner": 0.0, "outer": 0.0}
 
     def load(self, page: Page, following: Page | None) -> Cargo:
         if self.run.from_host:
@@ -145,6 +148,7 @@ class _TimedRank(RankRun):
             self.transfers[step], self.posted_at[step] = transfers, self.clock
             self.before[step], self.queued[level] = self.queued.get(level), step
             self.pages[step] = cargo.page
+            self.sent_bytes[level] += len(transfers) * self.run.bytes_of(step[0], cargo.page)
         return super().post(variable, step, transfers, cargo)
 
     def wait(self, posted: Posted, *, drop: bool = False) -> Generator[bool, None, Cargo]:
@@ -226,6 +230,7 @@ def simulate_pass(
         imbalance=of_ranks,
         hop_imbalance=of_hops,
         by_hop=tuple(hops.mean(0).tolist()),
+        sent={level: float(np.mean([rank.sent_bytes[level] for rank in ranks])) for level in ranks[0].sent_bytes},
         events=tuple(timing.events),
     )
 

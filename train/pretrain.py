@@ -39,6 +39,7 @@ from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
 from ds_sparse_ring.integrations.transformers import base_model_of, enable_gradient_checkpointing
+from ds_sparse_ring.meter import SENT
 from ds_sparse_ring.run_log import MetricsLog, RunJob, has_steps, save_maps
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.train.model import build_model, load_config, load_tokenizer
@@ -440,8 +441,7 @@ _IN_FILE_ONLY = {
     "ring_wait_s",
     "columns_s",
     "heads_s",
-    "sent_inner_bytes",
-    "sent_outer_bytes",
+    *SENT,
 }
 
 

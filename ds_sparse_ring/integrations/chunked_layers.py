@@ -15,7 +15,7 @@ layer is a leaf module, gathered once per pass and not for every chunk.
 In a Ulysses group a chunk's heads are exchanged while the next chunk is computed; what attention sees has been exchanged.
 
 Shapes: n local tokens, c of a chunk, W width, H query heads, K key/value heads, D head size. h, k, m: heads and tokens that
-attention works on: H, K, n without a Ulysses group, H / u, K / u, u n in one of u ranks.
+attention works on: H, K, n without a Ulysses group, H / u, K / u (at least 1), u n in one of u ranks.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class _LayerCall:
     """A layer on a shard: what both passes compute.
 
     Attributes:
-        rotary: cos, sin ``[1, n, D]``. context: for attention, heads exchanged or not. chunks: ranges of local tokens.
+        rotary: cos, sin ``[1, n, D]``. context: for attention, of heads that are exchanged. chunks: ranges of local tokens.
         heads: exchanges them chunk by chunk. autocast_dtype: of the caller's autocast, None without.
     """
 
@@ -297,13 +297,18 @@ class _LayerCall:
         device, n = x.device.type, x.shape[1]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         chunks = [slice(begin, min(begin + chunk_tokens, n)) for begin in range(0, n, chunk_tokens)]
-        axes = context.axes
-        if context.heads_exchanged or layer.self_attn.config.num_key_value_heads < axes.ulysses_size:
-            axes = replace(axes, ulysses_size=1)  # attention itself exchanges, and sums the gradients of heads that ranks share
-        elif axes.ulysses_size > 1:
-            context = replace(context, heads_exchanged=True)
-        heads = ChunkExchange(axes, chunks, context.meter, layer.self_attn.layer_idx)
-        return cls(layer, rotary, context, chunks, heads, device, dtype)
+        heads = ChunkExchange(context.axes, chunks, context.meter, layer.self_attn.layer_idx)
+        return cls(layer, rotary, replace(context, heads_exchanged=True), chunks, heads, device, dtype)
+
+    @property
+    def _heads(self) -> int:
+        heads: int = self.layer.self_attn.config.num_attention_heads
+        return heads
+
+    @property
+    def _kv_heads(self) -> int:
+        heads: int = self.layer.self_attn.config.num_key_value_heads
+        return heads
 
     def of_backward(self) -> _LayerCall:
         """The same call in the backward pass."""
@@ -336,16 +341,21 @@ class _LayerCall:
     def _backward_attention(
         self, x: Tensor, dy: Tensor, dx: Tensor | None, replay: AbstractContextManager[None], sums: _WeightGradients
     ) -> tuple[Tensor, ...]:
-        """dq ``[1, h, m, D]``, dk, dv ``[1, k, m, D]``; dx gets what goes past attention."""
+        """dq ``[1, h, m, D]``, dk, dv ``[1, k, m, D]``; dx gets what goes past attention.
+
+        If ranks share heads, dk and dv are in the accumulator's dtype.
+        """
         qkv = [whole.requires_grad_() for whole in self._all_qkv(x)]
+        of_shared: list[Tensor] | None = [] if self._kv_heads < self.heads.axes.ulysses_size else None
         with replay, torch.enable_grad():
-            o = self._attend(*qkv)
+            o = self._attend(*qkv, kv_gradients=of_shared)
         if self.context.page_blocks is not None:  # they are in host memory, and as leaves of the graph they are only asked for
             for whole in qkv[1:]:
                 whole.untyped_storage().resize_(0)
         (do,) = self.heads.to_heads([do_c] for do_c in self._backward_after(x, o.detach(), dy, dx, sums))
         # Even if nobody wants what comes out: the replay has begun to gather columns, and ranks of a ring wait for each other.
-        return torch.autograd.grad(o, qkv, do.transpose(0, 1)[None])
+        to_autograd = torch.autograd.grad(o, qkv if of_shared is None else qkv[:1], do.transpose(0, 1)[None])
+        return (*to_autograd, *(of_shared or ()))
 
     def _backward_after(self, x: Tensor, o: Tensor, dy: Tensor, dx: Tensor | None, sums: _WeightGradients) -> Iterator[Tensor]:
         """do of one chunk after the other, ``[H, c, D]``."""
@@ -359,11 +369,13 @@ class _LayerCall:
             yield do_c[0].transpose(0, 1)
 
     def _backward_before(self, x: Tensor, dqkv: tuple[Tensor, ...], dx: Tensor | None, sums: _WeightGradients) -> None:
-        for tokens, dqkv_c in zip(self.chunks, self.heads.to_tokens([whole[0] for whole in dqkv]), strict=True):
+        chunks_of = self.heads.to_tokens([whole[0] for whole in dqkv], (self._heads, self._kv_heads, self._kv_heads))
+        for tokens, dqkv_c in zip(self.chunks, chunks_of, strict=True):
             x_c = _leaf(x[:, tokens], dx is not None)
             with torch.enable_grad():
                 qkv_c = self._qkv(x_c, tokens)
-            (dx_c,) = sums.backward(qkv_c, [part[None] for part in dqkv_c], [x_c], self._parts_before())
+            rounded = [part[None].to(of.dtype) for part, of in zip(dqkv_c, qkv_c, strict=True)]
+            (dx_c,) = sums.backward(qkv_c, rounded, [x_c], self._parts_before())
             if dx is not None:
                 dx[:, tokens] += dx_c
 
@@ -375,7 +387,7 @@ class _LayerCall:
 
     def _chunks_of(self, o: Tensor) -> Iterator[Tensor]:
         """o ``[1, m, h, D]`` -> ``[1, c, H, D]`` for one chunk after the other."""
-        return (part.transpose(0, 1)[None] for (part,) in self.heads.to_tokens([o[0].transpose(0, 1)]))
+        return (part.transpose(0, 1)[None] for (part,) in self.heads.to_tokens([o[0].transpose(0, 1)], [self._heads]))
 
     def _qkv(self, x_c: Tensor, tokens: slice) -> list[Tensor]:
         """x_c ``[1, c, W]`` -> q ``[1, H, c, D]``, k, v ``[1, K, c, D]`` after RoPE, in the dtype that attention works in."""
@@ -391,11 +403,12 @@ class _LayerCall:
             q, k = rotate(q, k, *(table[:, tokens] for table in self.rotary))
         return [y if self.autocast_dtype is None else y.to(self.autocast_dtype) for y in (q, k, v)]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o ``[1, m, h, D]``."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, kv_gradients: list[Tensor] | None = None) -> Tensor:
+        """o ``[1, m, h, D]``; ``kv_gradients``: of `sparse_ring_attention`."""
         attention = self.layer.self_attn
+        number, scale = attention.layer_idx, attention.scaling
         with self._autocast():
-            return sparse_ring_attention(q, k, v, self.context, layer=attention.layer_idx, scale=attention.scaling)
+            return sparse_ring_attention(q, k, v, self.context, layer=number, scale=scale, kv_gradients=kv_gradients)
 
     def _after(self, x_c: Tensor, o_c: Tensor) -> Tensor:
         """x_c ``[1, c, W]``, o_c ``[1, c, H, D]`` -> y ``[1, c, W]``."""

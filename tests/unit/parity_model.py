@@ -61,6 +61,7 @@ _MODELS: dict[str, Any] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=8)),
 }
 MODELS = tuple(_MODELS)
+_MODELS["llama of one KV head"] = lambda: LlamaForCausalLM(LlamaConfig(**_SIZES | {"num_key_value_heads": 1}))
 _MODELS["llama of 5 layers"] = lambda: LlamaForCausalLM(LlamaConfig(**_SIZES | {"num_hidden_layers": 5}))
 
 SELECTORS: dict[str, dict[str, Any]] = {

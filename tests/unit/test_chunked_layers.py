@@ -240,14 +240,16 @@ class Live(TorchDispatchMode):
         return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._storages.values())
 
 
-WIDE: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 600, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 600, "num_attention_heads": 4}
 WHOLE = 64 * 4
 """Bytes of a token in a tensor of the whole shard such as a layer's input, q and o."""
 
 
-def measured(chunk_tokens: int | None, layers: int = 1, tokens: int = 448, **values: Any) -> tuple[int, int, int]:
+def measured(
+    chunk_tokens: int | None, layers: int = 1, tokens: int = 448, kv_heads: int = 2, **values: Any
+) -> tuple[int, int, int]:
     """Bytes alive after the forward pass, most at once in the backward pass, and most numbers in a tensor of the MLP."""
-    model = LlamaForCausalLM(LlamaConfig(**WIDE, num_hidden_layers=layers))
+    model = LlamaForCausalLM(LlamaConfig(**WIDE, num_hidden_layers=layers, num_key_value_heads=kv_heads))
     enable_tiled_loss(model, 8)
     ring = one_rank(chunk_tokens, "full", **values)
     attach(model, ring)
@@ -372,9 +374,23 @@ class TestUnderZero(DistributedTest):
         check_against_one_process(Run(ZERO["zero3_reduce_scatter"], "every_query", rows=[PADDED], **plan))
 
     @pytest.mark.world_size(4)
-    def test_in_a_ulysses_group_of_more_ranks_than_kv_heads(self) -> None:
-        plan: dict[str, Any] = {"ulysses_degree": 4, "heads_per_pattern": 1, "layer_chunk_tokens": 30}
-        check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", rows=[PADDED], **plan))
+    @pytest.mark.parametrize(
+        ("ulysses", "kind", "offload"),
+        [(4, "llama", None), (2, "llama of one KV head", {"host_gib": GIB_OF_A_MIB, "kv_page_tokens": 64})],
+    )
+    def test_in_a_ulysses_group_of_more_ranks_than_kv_heads(
+        self, ulysses: int, kind: str, offload: dict[str, Any] | None
+    ) -> None:
+        plan: dict[str, Any] = {"ulysses_degree": ulysses, "heads_per_pattern": 1, "layer_chunk_tokens": 40, "offload": offload}
+        check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", kind=kind, rows=[PADDED], **plan))
+
+    def test_ranks_that_share_a_kv_head_hold_no_more_than_those_with_one_each(self) -> None:
+        if dist.get_backend() == "nccl":
+            pytest.skip("counted on the CPU")
+        shards = [(kv_heads, tokens) for kv_heads in (2, 1) for tokens in (512, 1024)]
+        most = [measured(16, tokens=tokens, kv_heads=kv, degree=2, ulysses_degree=2)[1] for kv, tokens in shards]
+        own, shared = most[1] - most[0], most[3] - most[2]
+        assert shared == pytest.approx(own, rel=0.01), "exchanged at once, q, k, v, o and gradients would be there twice"
 
     def test_zero3_gathers_a_layer_once_per_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator

@@ -43,6 +43,7 @@ class TestColumns(DistributedTest):
 
             monkeypatch.setattr(Axes, name, noting)
         _, sequence, context = bound([500, 90, 300], segment_tokens=128, layout=layout)
+        context.meter.active = True
         index = _index(sequence, columns=60)
         token, head = index.column_values, index.column_patterns() // (HEADS // KV_HEADS)
         _, k, v = global_qkv(sequence, HEADS, KV_HEADS, SIZE, dtype=torch.bfloat16)
@@ -72,6 +73,8 @@ class TestColumns(DistributedTest):
         assert distinct.numel() < 0.8 * token.numel()
         expected = [(most, 2, SIZE), (dist.get_world_size() * most, 2, SIZE)] if dist.get_world_size() > 1 else []
         assert [tuple(shape) for shape in given] == expected, "an alone rank sends nothing"
+        others, rounds = dist.get_world_size() - 1, 1 if dist.get_backend() == "nccl" else 2  # gloo sums all on all ranks
+        assert context.meter._counts["sent_columns_bytes"] == others * most * 2 * SIZE * (2 + rounds * 4)
 
     def test_a_later_pass_knows_how_many_rows_there_are(self) -> None:
         _, sequence, context = bound([500], segment_tokens=128)

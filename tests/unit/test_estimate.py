@@ -398,6 +398,44 @@ def test_pages_save_buffers_on_the_device_and_cost_host_memory() -> None:
     assert paged.step_ms == pytest.approx(whole.step_ms, rel=0.02)
 
 
+def test_heads_that_ranks_share_are_exchanged_by_chunks_as_others_are_and_their_gradients_are_wider() -> None:
+    def of(kv_heads: int, **section: Any) -> Estimate:
+        job = _job(4, config=SparseRingConfig.model_validate({"selector": {"kind": "price"}, **section}), density=0.05)
+        shape = job.model.model_copy(update={"num_key_value_heads": kv_heads})
+        return estimate(replace(job, model=shape, loss_tile=256), Schedule(4))
+
+    local, of_layer, more_weights = 131072 // 4, 131072 // 4 * 3 / 4 * 128, 2048 * 2 * 2 * 128
+    for section, waited_for in (({}, 1.0), ({"layer_chunk_tokens": 8192}, 0.25)):
+        own, shared = (of(kv_heads, **section) for kv_heads in (4, 2))
+        assert own.heads_bytes == 36 * of_layer * 2 * 3 * (2 * 16 + 2 * 4)
+        assert shared.heads_bytes - own.heads_bytes == 36 * of_layer * 2 * 2 * 4
+        latency = 6 * load_hardware("h200").latency_ms
+        expected = [latency + waited_for * e.heads_bytes / 36 / 300e6 for e in (own, shared)]
+        assert [e.exchange_ms for e in (own, shared)] == pytest.approx(expected)
+
+    def at_work(kv_heads: int, **offload: Any) -> float:
+        section = {"layer_chunk_tokens": 1024, "offload": {"host_gib": 100, **offload}}
+        return of(kv_heads, **section).memory.parts["one layer at work"]
+
+    assert at_work(4) - at_work(2) == 4 * more_weights, "fullest is attention, and the sums of weights' gradients are smaller"
+    whole_pages = local * 2 * 4 * 128 * 4
+    assert at_work(4, kv_page_tokens=8192) - at_work(2, kv_page_tokens=8192) == 4 * more_weights - whole_pages
+
+
+def test_what_is_sent_for_columns_depends_on_how_often_they_are_gathered() -> None:
+    def of(**section: Any) -> Estimate:
+        config = SparseRingConfig.model_validate(fixed(1000, 10) | section)
+        return estimate(_job(4, config=config, density=0.05, columns=0.03), Schedule())
+
+    columns = 16 * 8 * 1000  # of 16 patterns, each in 8 segments
+    rows = -2 * 131072 * math.expm1(-columns / (2 * 131072))
+    elements = 36 * 3 / 4 * 2 * 128 * rows
+    assert of().columns_bytes == pytest.approx(elements * (2 * 2 + 4)), "forward, for the backward pass, and gradients"
+    assert of(checkpoint="index").columns_bytes == pytest.approx(elements * (2 * 2 + 4)), "the replay attends"
+    again = of(checkpoint="index", layer_chunk_tokens=16384, layer_inputs_every=2)
+    assert again.columns_bytes == pytest.approx(elements * (2 * 2.5 + 4)), "every second layer runs a third time"
+
+
 def test_columns_are_waited_for_only_beyond_the_hops_beside_them() -> None:
     def columns_ms(segment: int, share: float, gb_s: float, world: int = 2) -> float:
         job = _job(

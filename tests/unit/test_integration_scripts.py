@@ -165,6 +165,9 @@ class TestPretrain(DistributedTest):
             assert float(shown[1]) == pytest.approx(line[key], rel=1e-3) and float(shown[2]) > 0
         assert 0 < line["attention_s"] < line["step_s"] and 0 < line["column_density"] < line["density"]
         assert 0 < line["causal_share"] < 1, "a row has several documents"
+        assert min(line["sent_inner_bytes"], line["sent_columns_bytes"]) > 0 == line["sent_heads_bytes"]
+        for what in ("inner", "columns"):
+            assert re.search(rf"sent {what} GiB *[|│] *[\de.-]+ *[|│] *[\de.-]+", result.output), result.output
         assert read_maps(log.parent).keys() == {2}, "of two logged steps the first"
         result = CliRunner().invoke(app, ["inspect", str(log.parent)])
         assert result.exit_code == 0, result.output

@@ -11,10 +11,19 @@ import torch.distributed as dist
 
 from ds_sparse_ring import stopwatch
 from ds_sparse_ring.attention import sparse_ring_attention
+from ds_sparse_ring.comm import Axes
+from ds_sparse_ring.config import SparseRingConfig
+from ds_sparse_ring.estimate import estimate
+from ds_sparse_ring.hardware import load_hardware
+from ds_sparse_ring.integrations.transformers import attach
+from ds_sparse_ring.job import Job, ModelShape, Schedule
+from ds_sparse_ring.meter import SENT
 from ds_sparse_ring.plan_check import check_plans
+from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.stopwatch import Stopwatch
-from tests.common import DistributedTest
+from tests.common import DistributedTest, rank_device
 
+from .parity_model import Row, make_batch, on_rank, section, tiny_model
 from .reference import bound, global_qkv
 
 
@@ -73,13 +82,52 @@ class TestMeter(DistributedTest):
         assert ring.meter.own_s == 0 and ring.meter.pop() == {}
 
 
+class TestAStepSendsWhatIsPlanned(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize(("ulysses", "keep"), [(2, "output"), (2, "index"), (4, "output")])
+    def test_by_the_ring_for_heads_and_for_columns(self, ulysses: int, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In bfloat16, which is planned for. A Ulysses group of 4 shares two KV heads."""
+        sent: dict[str, list[int]] = {"column_gather": [], "column_shares": []}
+        for name, of_calls in sent.items():
+            original = getattr(Axes, name)
+
+            def noting(self, x, place, _original=original, _of_calls=of_calls):
+                arrival = _original(self, x, place)
+                _of_calls.append(arrival.sent_bytes)
+                return arrival
+
+            monkeypatch.setattr(Axes, name, noting)
+        values: dict[str, Any] = {"ulysses_degree": ulysses, "layer_chunk_tokens": 37, "checkpoint": keep}
+        ring = SparseRing(SparseRingConfig(**section("price", heads_per_pattern=1, **values)))
+        ring.meter.active = True
+        model: Any = tiny_model().to(rank_device(), torch.bfloat16)
+        attach(model, ring)
+        batch = on_rank(ring.sequence_batch(make_batch([Row((512,))], seed=1)))
+        model(**batch, num_items_in_batch=100).loss.backward()
+        report = ring.meter.pop()
+        shape = ModelShape.of(model.config.to_dict(), "the test")
+        job = Job(shape, load_hardware("cpu"), ring.config, 512, 4, report["density"], report["column_density"])
+        planned = estimate(job, Schedule(ulysses)).sent_bytes
+        for name in ("sent_inner_bytes", "sent_outer_bytes", "sent_heads_bytes"):
+            assert report[name] == pytest.approx(planned[name]), name
+        assert (report["sent_inner_bytes"] > 0) == (ulysses == 2) and report["sent_outer_bytes"] == 0
+        total = [float(sum(map(sum, sent.values())))]
+        assert report["sent_columns_bytes"] == ring.axes.world_totals(total)[0] / 4
+        layers = shape.num_hidden_layers if ulysses == 2 else 0
+        assert [len(of_calls) for of_calls in sent.values()] == [2 * layers, layers], (
+            "gathered once more in or for the backward pass"
+        )
+        assert (planned["sent_columns_bytes"] > 0) == (layers > 0)
+
+
 def test_ring_figures_of_one_rank_are_those_of_no_ring() -> None:
     ring, sequence, context = bound([300])
     ring.meter.active = True
     _measured(context, sequence)
     report = ring.meter.pop()
     assert (report["time_imbalance"], report["hop_imbalance"], report["ring_wait_s"]) == (1.0, 1.0, 0.0)
-    assert report["sent_inner_bytes"] == report["sent_outer_bytes"] == 0
+    assert all(report[name] == 0 for name in SENT)
     assert 0 < report["compute_s"] < report["attention_s"]
 
 

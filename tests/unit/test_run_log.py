@@ -55,7 +55,8 @@ def write(folder: Path, *lines: Any) -> Path:
 
 
 def test_the_simulated_side_is_the_estimate_with_what_was_measured(tmp_path: Path) -> None:
-    logged = [step(n, step_s=2.0 + n, index_s=0.25, exposed_s=0.1, time_imbalance=1.5, hop_imbalance=1.25) for n in (2, 3, 4, 5)]
+    values = {"index_s": 0.25, "exposed_s": 0.1, "time_imbalance": 1.5, "hop_imbalance": 1.25, "sent_inner_bytes": 3 << 29}
+    logged = [step(n, step_s=2.0 + n, **values) for n in (2, 3, 4, 5)]
     run = read_run(write(tmp_path, start(), *logged))
     job = job_of(run, "h200")
     expected = Job(SHAPES["qwen2.5-3b"], load_hardware("h200"), CONFIG, 131072, 4, 0.05, 0.01, zero_stage=2, loss_tile=4096)
@@ -67,6 +68,10 @@ def test_the_simulated_side_is_the_estimate_with_what_was_measured(tmp_path: Pat
     assert found["index s"] == (0.25, pytest.approx(2 * e.layers * e.index_ms / 1e3))
     assert found["worker imbalance"] == (1.5, e.backward.imbalance)
     assert found["peak memory GiB"] == (None, e.memory.device / 2**30)
+    assert found["sent inner GiB"] == (1.5, 2 * e.sent_bytes["sent_inner_bytes"] / 2**30)
+    shard = 2 * 2 * 32768 * 128  # elements of keys and values; 3 go to the neighbour in each pass, and gradients all the way home
+    assert e.sent_bytes["sent_inner_bytes"] == 36 * shard * (3 * 2 + 3 * 2 + 4 * 4)
+    assert found["sent heads GiB"] == (None, 0.0) and found["sent columns GiB"][1] > 0
     parts = sum(found[label][1] for label in ("attention s", "index s", "rest s"))
     assert parts == pytest.approx(found["step s"][1])
     shown = CliRunner().invoke(app, ["plan", "--compare", str(tmp_path / "metrics.jsonl")])
