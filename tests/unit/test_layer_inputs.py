@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from ds_sparse_ring import attention
 from ds_sparse_ring.config import SparseRingConfig
 from ds_sparse_ring.errors import SparseRingError
-from ds_sparse_ring.integrations import chunked_layers
+from ds_sparse_ring.integrations import kept_inputs
 from ds_sparse_ring.integrations.deepspeed import initialize
 from ds_sparse_ring.integrations.transformers import enable_gradient_checkpointing
 from ds_sparse_ring.runtime import SparseRing
@@ -115,20 +115,20 @@ class TestMemory:
     def test_inputs_and_slots_go_with_the_layers_and_not_with_the_loss(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[weakref.ref[Any]] = []
         alive: list[int] = []
-        of_kept = chunked_layers._Kept.take
+        of_kept = kept_inputs.KeptInput.take
 
         def watched(kept: Any) -> Any:
             alive.append(sum(ref() is not None for ref in made))
             return of_kept(kept)
 
-        monkeypatch.setattr(chunked_layers._Kept, "take", watched)
-        init = chunked_layers._Kept.__init__
+        monkeypatch.setattr(kept_inputs.KeptInput, "take", watched)
+        init = kept_inputs.KeptInput.__init__
 
         def noted(kept: Any, *args: Any) -> None:
             init(kept, *args)
             made.append(weakref.ref(kept))
 
-        monkeypatch.setattr(chunked_layers._Kept, "__init__", noted)
+        monkeypatch.setattr(kept_inputs.KeptInput, "__init__", noted)
         ring = one_rank(37, layer_inputs_every=3, offload=HOST)
         loss = loss_of(tiny_model(FIVE), ring)
         loss.backward()
