@@ -30,8 +30,9 @@ import torch
 from datasets import Dataset as ArrowDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ds_sparse_ring.batch import IGNORE, Sequence
@@ -40,7 +41,7 @@ from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_set
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
-from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.resume import StepShape, after_load, read_universal, set_universal
 from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.trainer_arguments import check_arguments, make_ring
 from ds_sparse_ring.integrations.trainer_data import (
@@ -209,10 +210,28 @@ class SparseRingMixin(_Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         folder = get_last_checkpoint(str(self.args.output_dir)) if resume_from_checkpoint is True else resume_from_checkpoint
-        if isinstance(folder, str):
-            plugin = self.accelerator.state.deepspeed_plugin
-            self._step_shape().check(folder, {} if plugin is None else plugin.deepspeed_config)
+        plugin = self.accelerator.state.deepspeed_plugin
+        ds = {} if plugin is None else plugin.deepspeed_config
+        set_universal(ds, isinstance(folder, str) and self._check_checkpoints(folder, ds))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_checkpoints(self, folder: str, ds: Mapping[str, Any]) -> bool:
+        """`StepShape.check` of a checkpoint, and of that of the best model so far, which would fail after all steps otherwise."""
+        universal, state = self._step_shape().check(folder, ds), Path(folder) / TRAINER_STATE_NAME
+        if self.args.load_best_model_at_end and state.is_file():
+            if (best := TrainerState.load_from_json(str(state)).best_model_checkpoint) is not None:
+                self._step_shape().check(best, ds)
+        return universal
+
+    def _load_best_model(self) -> None:
+        best: Any = self.state.best_model_checkpoint
+        engine: Any = self.deepspeed
+        if engine is None or best is None:
+            super()._load_best_model()
+            return
+        read_universal(engine, self._step_shape().check(best, engine.config))
+        super()._load_best_model()
+        after_load(engine, best)
 
     def _step_shape(self) -> StepShape:
         args = self.args
@@ -314,6 +333,8 @@ class SparseRingMixin(_Base):
             (Path(output_dir) / _STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.is_deepspeed_enabled:
+            after_load(self.deepspeed, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (saved := Path(checkpoint) / _STATE).is_file():
             self.ring.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
