@@ -56,7 +56,7 @@ from ds_sparse_ring.integrations.trainer_data import (
     present_rows,
 )
 from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach, base_model_of
-from ds_sparse_ring.run_log import MetricsLog, save_maps
+from ds_sparse_ring.run_log import MetricsLog, save_maps, set_aside
 from ds_sparse_ring.runtime import SparseRing
 
 # Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
@@ -122,7 +122,7 @@ class SparseRingMixin(_Base):
             warn_if_whole(self._model(), self.ring)
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
-        self._compare_batch, self._drawn = True, 0
+        self._compare_batch, self._compare_evaluated, self._drawn = True, True, 0
         self._rate, self._logged_step = WorkRate(), 0
         self._file: MetricsLog | None = None
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -313,6 +313,16 @@ class SparseRingMixin(_Base):
             self._file = MetricsLog(Path(self.args.output_dir))
         self._file.write(line)
 
+    def _begin_log(self) -> None:
+        """A run that is not resumed has a log of its own; Trainer's users give the same output folder again and again."""
+        if self.ring.axes.rank or self.args.output_dir is None:
+            return
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if (earlier := set_aside(Path(self.args.output_dir))) is not None:
+            print(f"metrics.jsonl of an earlier run in {self.args.output_dir} is now in {earlier}", flush=True)
+
     def _pop_meter(self) -> dict[str, float]:
         """What the meter says in single figures; with lists per layer and per hop it stands in ``attention_metrics``."""
         metrics = self.ring.meter.pop()
@@ -367,7 +377,7 @@ class SparseRingMixin(_Base):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.ring.evaluating, self._compare_batch = True, True
+        self.ring.evaluating, self._compare_evaluated = True, True
         self.ring.meter.active = True
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         try:
@@ -381,9 +391,9 @@ class SparseRingMixin(_Base):
         inputs = self._prepare_inputs(inputs)
         sequence: Sequence = inputs[NAME]
         present = inputs.pop(PRESENT_ROWS, sequence.shape[0])
-        if self._compare_batch:
+        if self._compare_evaluated:
             check_same_batch(sequence.digest, self.ring.axes, self.args.device)
-            self._compare_batch = False
+            self._compare_evaluated = False
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in inputs:
@@ -464,6 +474,8 @@ class _SparseRingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, ring = self.trainer, self.trainer.ring
         adopt_gradient_checkpointing(trainer.model)
+        if state.global_step == 0:
+            trainer._begin_log()
         trainer._compare_batch, trainer._drawn = True, 0
         trainer._rate, trainer._logged_step = WorkRate(), state.global_step
         stage = 0
