@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -35,6 +36,10 @@ class MetricsLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """No line follows."""
+        self._file.close()
+
 
 def log_of(run: Path) -> Path:
     """The metrics.jsonl of a run: in its output folder, or the file itself."""
@@ -44,6 +49,22 @@ def log_of(run: Path) -> Path:
 def has_steps(log: Path) -> bool:
     """Whether a metrics.jsonl holds more than starts: a run that has ended before its first logged step leaves only those."""
     return log.is_file() and any('"event": "start"' not in line for line in log.read_text(encoding="utf-8").splitlines())
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move the log of an earlier run in an output folder, and its maps, into ``folder``/earlier_N, which reads like that folder.
+
+    Returns:
+        Where they are; None if there was no run, or none that has made a step.
+    """
+    if not has_steps(folder / MetricsLog.NAME):
+        return None
+    goal = next(goal for number in itertools.count(1) if not (goal := folder / f"earlier_{number}").exists())
+    goal.mkdir()
+    for name in (MetricsLog.NAME, "maps"):
+        if (folder / name).exists():
+            (folder / name).rename(goal / name)
+    return goal
 
 
 def save_maps(folder: Path, step: int, maps: Mapping[int, Sequence[AttentionMap]]) -> None:

@@ -111,7 +111,6 @@ class GlobalState:
     def __init__(self, setup: RankSetup) -> None:
         import deepspeed
         import torch
-        from deepspeed.utils import groups
 
         torch.set_num_threads(1)
         # DeepSpeed compiles its shared-memory all-reduce (minutes) wherever gloo is used, but only inference calls it.
@@ -120,7 +119,7 @@ class GlobalState:
             torch.cuda.set_device(setup.rank)
         if setup.init_distributed:
             _form_group(setup)
-        self._groups = {name: value for name, value in vars(groups).items() if _is_state(name, value)}
+        self._libraries = LibraryState()
         self._environment = dict(os.environ)
         gc.collect()
         gc.freeze()  # what is imported by now need not be searched for garbage after each test
@@ -130,7 +129,7 @@ class GlobalState:
         import numpy
         import torch
 
-        self._reset_libraries()
+        self._libraries.reset()
         gc.collect()
         os.environ.clear()
         os.environ.update(self._environment)
@@ -141,7 +140,17 @@ class GlobalState:
         numpy.random.seed(SEED)
         random.seed(SEED)
 
-    def _reset_libraries(self) -> None:
+
+class LibraryState:
+    """What DeepSpeed, accelerate and Transformers keep of ranks and configurations, as it is when this is made."""
+
+    def __init__(self) -> None:
+        from deepspeed.utils import groups
+
+        self._groups = {name: value for name, value in vars(groups).items() if _is_state(name, value)}
+
+    def reset(self) -> None:
+        """Put it back, and destroy all groups but that of the world."""
         import torch.distributed as dist
         from deepspeed.utils import groups
 

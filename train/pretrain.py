@@ -34,7 +34,7 @@ from ds_sparse_ring.integrations.liger import use_liger_kernels
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import Work, WorkRate, work_figures
-from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.resume import StepShape, after_load, set_universal, universal_folder
 from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.tiled_loss import enable_tiled_loss
 from ds_sparse_ring.integrations.trainer_data import PRESENT_ROWS, BatchCollator, CompleteRows, check_same_batch
@@ -199,6 +199,8 @@ class Pretraining:
             enable_tiled_loss(model, args.loss_tile_tokens)
         stage = in_force.get_value("zero_optimization.stage", 0)
         ring = SparseRing.from_deepspeed(config)
+        latest = self.latest() if args.resume else None
+        set_universal(config, latest is not None and self.step_shape(ring).check(latest, config, self.checkpoints))
         engine, *_ = initialize(
             model,
             config,
@@ -386,18 +388,24 @@ class Pretraining:
         self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{step}", client_state=client_state)
         states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         states["device"] = get_accelerator().get_rng_state()
-        torch.save(states, self._random_state_file(step))
+        torch.save(states, self._random_state_file(step, self.ring.axes.rank))
         if self.ring.axes.rank == 0:
-            self.step_shape().save(self.checkpoints / f"step{step}")
+            self.step_shape(self.ring).save(self.checkpoints / f"step{step}")
         self.log.write({"event": "saved", "step": step, "path": str(self.checkpoints / f"step{step}")})
+
+    def latest(self) -> Path | None:
+        """Folder of the last checkpoint, if there is one."""
+        latest = self.checkpoints / "latest"
+        return self.checkpoints / latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
     def resume(self) -> int:
         """Load the last checkpoint, if there is one; returns the steps done."""
-        if not (self.checkpoints / "latest").is_file():
+        latest = self.latest()
+        if latest is None:
             return 0
-        latest = (self.checkpoints / "latest").read_text(encoding="utf-8").strip()
-        self.step_shape().check(self.checkpoints / latest, self.engine.config)
-        path, client_state = self.engine.load_checkpoint(str(self.checkpoints))
+        tag = (universal_folder(latest) if self.engine.load_universal_checkpoint() else latest).name
+        path, client_state = self.engine.load_checkpoint(str(self.checkpoints), tag)
+        after_load(self.engine, self.checkpoints)
         if path is None:
             raise SparseRingError(
                 f"resume: {self.checkpoints} holds no checkpoint that DeepSpeed can load: write the name of a whole one into its "
@@ -406,26 +414,30 @@ class Pretraining:
         if (self.stream is None) == ("stream" in client_state):
             was = "without" if self.stream is not None else "with"
             raise SparseRingError(
-                f"resume: {self.checkpoints / latest} was written {was} --streaming, which deals out rows in another order: go "
-                "on as it began"
+                f"resume: {latest} was written {was} --streaming, which deals out rows in another order: go on as it began"
             )
         step = int(client_state["step"])
         self.ring.load_state_dict(client_state.get("sparse_ring", {}))
         if self.stream is not None:
             self.stream.load_state_dict(client_state["stream"])
-        states = torch.load(self._random_state_file(step), weights_only=False)
+        states = torch.load(self._saved_random_state(step), weights_only=False)
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["torch"])
         get_accelerator().set_rng_state(states["device"])
         return step
 
-    def step_shape(self) -> StepShape:
+    def step_shape(self, ring: SparseRing) -> StepShape:
         """What a step of this run takes."""
-        return StepShape.of(self.ring, micro_batch=self.args.micro_batch, accumulation=self.args.accumulation)
+        return StepShape.of(ring, micro_batch=self.args.micro_batch, accumulation=self.args.accumulation)
 
-    def _random_state_file(self, step: int) -> Path:
-        return self.checkpoints / f"step{step}" / f"random_state_rank{self.ring.axes.rank}.pt"
+    def _random_state_file(self, step: int, rank: int) -> Path:
+        return self.checkpoints / f"step{step}" / f"random_state_rank{rank}.pt"
+
+    def _saved_random_state(self, step: int) -> Path:
+        """That of this rank; a rank that was not there when they were saved takes that of another."""
+        saved = sum(1 for _ in (self.checkpoints / f"step{step}").glob("random_state_rank*.pt"))
+        return self._random_state_file(step, self.ring.axes.rank % max(saved, 1))
 
     def save_model(self) -> None:
         """Model and tokenizer for plain Transformers."""

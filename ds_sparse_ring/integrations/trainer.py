@@ -30,8 +30,9 @@ import torch
 from datasets import Dataset as ArrowDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ds_sparse_ring.batch import IGNORE, Sequence
@@ -40,7 +41,7 @@ from ds_sparse_ring.integrations.deepspeed import Setup, check_engine, print_set
 from ds_sparse_ring.integrations.memory import check_memory
 from ds_sparse_ring.integrations.model_checks import check_words
 from ds_sparse_ring.integrations.rate import WorkRate, work_figures
-from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.integrations.resume import StepShape, after_load, read_universal, set_universal
 from ds_sparse_ring.integrations.run_job import run_job
 from ds_sparse_ring.integrations.trainer_arguments import check_arguments, make_ring
 from ds_sparse_ring.integrations.trainer_data import (
@@ -55,7 +56,7 @@ from ds_sparse_ring.integrations.trainer_data import (
     present_rows,
 )
 from ds_sparse_ring.integrations.transformers import NAME, adopt_gradient_checkpointing, attach, base_model_of
-from ds_sparse_ring.run_log import MetricsLog, save_maps
+from ds_sparse_ring.run_log import MetricsLog, save_maps, set_aside
 from ds_sparse_ring.runtime import SparseRing
 
 # Methods of Trainer are known to the type checker; at run time the mixin has no base, so it fits any subclass.
@@ -121,7 +122,7 @@ class SparseRingMixin(_Base):
             warn_if_whole(self._model(), self.ring)
         self.data_collator = BatchCollator(self.ring.collator(self.data_collator))
         self.attention_metrics: dict[str, Any] = {}
-        self._compare_batch, self._drawn = True, 0
+        self._compare_batch, self._compare_evaluated, self._drawn = True, True, 0
         self._rate, self._logged_step = WorkRate(), 0
         self._file: MetricsLog | None = None
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
@@ -209,10 +210,28 @@ class SparseRingMixin(_Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         folder = get_last_checkpoint(str(self.args.output_dir)) if resume_from_checkpoint is True else resume_from_checkpoint
-        if isinstance(folder, str):
-            plugin = self.accelerator.state.deepspeed_plugin
-            self._step_shape().check(folder, {} if plugin is None else plugin.deepspeed_config)
+        plugin = self.accelerator.state.deepspeed_plugin
+        ds = {} if plugin is None else plugin.deepspeed_config
+        set_universal(ds, isinstance(folder, str) and self._check_checkpoints(folder, ds))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_checkpoints(self, folder: str, ds: Mapping[str, Any]) -> bool:
+        """`StepShape.check` of a checkpoint, and of that of the best model so far, which would fail after all steps otherwise."""
+        universal, state = self._step_shape().check(folder, ds), Path(folder) / TRAINER_STATE_NAME
+        if self.args.load_best_model_at_end and state.is_file():
+            if (best := TrainerState.load_from_json(str(state)).best_model_checkpoint) is not None:
+                self._step_shape().check(best, ds)
+        return universal
+
+    def _load_best_model(self) -> None:
+        best: Any = self.state.best_model_checkpoint
+        engine: Any = self.deepspeed
+        if engine is None or best is None:
+            super()._load_best_model()
+            return
+        read_universal(engine, self._step_shape().check(best, engine.config))
+        super()._load_best_model()
+        after_load(engine, best)
 
     def _step_shape(self) -> StepShape:
         args = self.args
@@ -294,6 +313,16 @@ class SparseRingMixin(_Base):
             self._file = MetricsLog(Path(self.args.output_dir))
         self._file.write(line)
 
+    def _begin_log(self) -> None:
+        """A run that is not resumed has a log of its own; Trainer's users give the same output folder again and again."""
+        if self.ring.axes.rank or self.args.output_dir is None:
+            return
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if (earlier := set_aside(Path(self.args.output_dir))) is not None:
+            print(f"metrics.jsonl of an earlier run in {self.args.output_dir} is now in {earlier}", flush=True)
+
     def _pop_meter(self) -> dict[str, float]:
         """What the meter says in single figures; with lists per layer and per hop it stands in ``attention_metrics``."""
         metrics = self.ring.meter.pop()
@@ -314,6 +343,8 @@ class SparseRingMixin(_Base):
             (Path(output_dir) / _STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.is_deepspeed_enabled:
+            after_load(self.deepspeed, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (saved := Path(checkpoint) / _STATE).is_file():
             self.ring.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
@@ -346,7 +377,7 @@ class SparseRingMixin(_Base):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.ring.evaluating, self._compare_batch = True, True
+        self.ring.evaluating, self._compare_evaluated = True, True
         self.ring.meter.active = True
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         try:
@@ -360,9 +391,9 @@ class SparseRingMixin(_Base):
         inputs = self._prepare_inputs(inputs)
         sequence: Sequence = inputs[NAME]
         present = inputs.pop(PRESENT_ROWS, sequence.shape[0])
-        if self._compare_batch:
+        if self._compare_evaluated:
             check_same_batch(sequence.digest, self.ring.axes, self.args.device)
-            self._compare_batch = False
+            self._compare_evaluated = False
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in inputs:
@@ -443,6 +474,8 @@ class _SparseRingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, ring = self.trainer, self.trainer.ring
         adopt_gradient_checkpointing(trainer.model)
+        if state.global_step == 0:
+            trainer._begin_log()
         trainer._compare_batch, trainer._drawn = True, 0
         trainer._rate, trainer._logged_step = WorkRate(), state.global_step
         stage = 0

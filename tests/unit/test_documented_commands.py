@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import typer
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.launcher import runner
 
 from ds_sparse_ring import cli
@@ -59,6 +60,8 @@ def check(words: list[str]) -> None:
         assert target.search((ROOT / "Makefile").read_text(encoding="utf-8")), f"make {rest[0]}"
     elif rest[:2] == ["-m", "ds_sparse_ring.eval"]:
         check_typer(evaluation.app, rest[2:])
+    elif rest[:2] == ["-m", ds_to_universal.__name__]:
+        check_argparse(ds_to_universal.parse_arguments, rest[2:])
     elif rest[0] == "train/prepare_data.py":
         check_typer(prepare_data.app, rest[1:])
     else:

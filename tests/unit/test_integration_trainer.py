@@ -35,7 +35,7 @@ from ds_sparse_ring.integrations.deepspeed import full_state_dict
 from ds_sparse_ring.integrations.resume import StepShape
 from ds_sparse_ring.integrations.trainer_data import Absent, BatchCollator, CompleteRows, CompleteStream
 from ds_sparse_ring.plan_compare import job_of
-from ds_sparse_ring.run_log import read_run
+from ds_sparse_ring.run_log import read_maps, read_run
 from ds_sparse_ring.runtime import SparseRing
 from ds_sparse_ring.slots import checkpoint_context_fn
 from tests.common import DistributedTest, rank_device
@@ -165,13 +165,15 @@ class TestResume(DistributedTest):
         trainer.train()
         saved = tmp_path / "checkpoint-1"
         trainer, _ = make_trainer(arguments(tmp_path, ds_config(degree=1), max_steps=2), rows)
-        with pytest.raises(SparseRingError, match="with 1 rows a step .2 ranks, 2 share a sequence.*here are 2 .1 share one"):
+        with pytest.raises(
+            SparseRingError, match="with 1 rows a step .2 ranks, 2 share a sequence.*here are 2 .2 ranks, 1 share one"
+        ):
             trainer.train(resume_from_checkpoint=str(saved))
         dist.barrier()
         if dist.get_rank() == 0:
             StepShape(world=4, sequence_ranks=2, rows=2).save(saved)
         dist.barrier()
-        with pytest.raises(SparseRingError, match="written by 4 ranks, here are 2.*saved weights"):
+        with pytest.raises(SparseRingError, match="written by 4 ranks, here are 2.*states of 2.*copy them all"):
             trainer.train(resume_from_checkpoint=str(saved))
 
     def test_a_saved_model_loads_without_us(self, tmp_path: Path) -> None:
@@ -311,6 +313,25 @@ class TestMetrics(DistributedTest):
         assert metrics["eval_density"] == 1.0
         assert trainer.state.num_input_tokens_seen == 4 * 290
         assert [entry["layer"] for entry in trainer.attention_metrics["per_layer"]] == [0, 1]
+
+    def test_a_run_that_is_not_resumed_has_a_log_of_its_own(self, tmp_path: Path) -> None:
+        rows = make_rows([100] * 4)
+        logs = [tmp_path / "earlier_1" / "metrics.jsonl", tmp_path / "earlier_2" / "metrics.jsonl", tmp_path / "metrics.jsonl"]
+        maps: dict[str, Any] = {"maps": {"every": 1}}
+        for steps in (1, 2):
+            args = arguments(tmp_path, ds_config(selector="price", **maps), max_steps=steps, eval_on_start=True)
+            trainer, _ = make_trainer(args, rows, eval_dataset=rows)
+            trainer.train()
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+        make_trainer(arguments(tmp_path, max_steps=1, **saving), rows)[0].train()
+        make_trainer(arguments(tmp_path, max_steps=2, **saving), rows)[0].train(resume_from_checkpoint=True)
+        dist.barrier()
+        lines = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
+        of_log = [[(line.get("event"), line["step"]) for line in log] for log in lines]
+        assert of_log[0] == [("evaluation", 0), ("start", 0), (None, 1)]
+        assert of_log[1] == [("evaluation", 0), ("start", 0), (None, 1), (None, 2)]
+        assert of_log[2] == [("start", 0), (None, 1), ("start", 1), (None, 2)], "resumed: as before, one log"
+        assert [len(read_maps(log.parent)) for log in logs] == [1, 2, 0]
 
     def check_rates(self, recorder: Any, trainer: Any) -> None:
         """Tokens and pairs of a step are those of the row that both ranks share."""

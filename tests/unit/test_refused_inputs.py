@@ -15,7 +15,8 @@ from ds_sparse_ring.batch import shard_batch
 from ds_sparse_ring.bench.index import _Shape as Shape
 from ds_sparse_ring.bench.index import load as load_recorded
 from ds_sparse_ring.bench.recorded import RecordedIndex
-from ds_sparse_ring.integrations.resume import StepShape
+from ds_sparse_ring.errors import SparseRingError
+from ds_sparse_ring.integrations.resume import StepShape, set_universal
 from ds_sparse_ring.integrations.transformers import attach
 from ds_sparse_ring.run_log import read_run
 from ds_sparse_ring.train.data import load_documents, tokenize_documents
@@ -107,9 +108,18 @@ def packed_without_a_ring(_: Path) -> None:
     model(input_ids=given["input_ids"], position_ids=given["position_ids"])
 
 
-def on_other_ranks(path: Path) -> None:
-    StepShape(8, 8, 1).save(path)
-    StepShape(4, 4, 1).check(path, {})
+def on_other_ranks(path: Path, *, files: int = 8, **ds: Any) -> None:
+    of_ranks(path, 8, files)
+    StepShape(4, 4, 1).check(path, ds)
+
+
+def of_ranks(path: Path, ranks: int, files: int) -> None:
+    """What Trainer leaves of a checkpoint, with empty files of DeepSpeed's."""
+    StepShape(ranks, ranks, 1).save(path)
+    written(path, "global_step3", "latest")
+    (path / "global_step3").mkdir()
+    for rank in range(files):
+        written(path / "global_step3", "", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def of_a_stream(path: Path) -> None:
@@ -118,7 +128,7 @@ def of_a_stream(path: Path) -> None:
     written(path / "checkpoints", "step3", "latest")
     run.args, run.ring, run.stream = PretrainArguments("ds.json", output=str(path)), ring(), None
     loaded = ("step3", {"step": 3, "stream": {}})
-    run.engine = SimpleNamespace(config={}, load_checkpoint=lambda folder: loaded)
+    run.engine = SimpleNamespace(load_universal_checkpoint=lambda: False, load_checkpoint=lambda folder, tag: loaded)
     run.resume()
 
 
@@ -271,7 +281,19 @@ INPUTS = [
         "--output", "metrics.jsonl is there", "give another --output",
     ),
     Wrong("a checkpoint of a stream", of_a_stream, "resume", "written with --streaming", "go on as it began"),
-    Wrong("a checkpoint of other ranks", on_other_ranks, "resume", "written by 8 ranks, here are 4", "start as many"),
+    Wrong(
+        "a checkpoint of other ranks",
+        on_other_ranks, "resume", "written by 8 ranks, here are 4", "ds_to_universal --inject_missing_state --input_folder",
+    ),
+    Wrong(
+        "a checkpoint of other ranks with states on disks",
+        lambda path: on_other_ranks(path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}),
+        "offload_optimizer", "written by 8 ranks, here are 4", "start 8 ranks",
+    ),
+    Wrong(
+        "a checkpoint of two runs on other ranks",
+        lambda path: on_other_ranks(path, files=9), "global_step3", "optimizer states of 9", "move away",
+    ),
     Wrong("a checkpoint of other steps", with_other_steps, "resume", "2 rows a step", "change accumulation steps"),
     Wrong("a checkpoint of another degree", with_another_degree, "resume", "1 rows a step", "with degree = 4 as saved"),
     Wrong(
@@ -310,6 +332,37 @@ def test_a_message_says_what_where_and_the_way_out(wrong: Wrong, tmp_path: Path)
 def test_a_run_goes_on_in_its_folder_or_begins_in_one_where_none_has_made_a_step(tmp_path: Path) -> None:
     into_the_folder_of_another(tmp_path, "metrics.jsonl", '{"event": "start", "step": 0}\n')
     into_the_folder_of_another(tmp_path, "checkpoints/latest", "step3", resume=True)
+
+
+@pytest.mark.parametrize(("ranks", "asked", "converted", "read"), [
+    (4, False, False, False), (4, False, True, False), (4, True, True, True), (4, True, False, False), (8, False, True, True),
+])  # fmt: skip
+def test_a_converted_checkpoint_is_read_where_it_must_or_should_be(
+    ranks: int, asked: bool, converted: bool, read: bool, tmp_path: Path
+) -> None:
+    # a key that is left in the file, for which there is nothing converted, does not matter
+    of_ranks(tmp_path, ranks, ranks)
+    ds: dict[str, Any] = {"checkpoint": {"load_universal": True, "x": 1}} if asked else {}
+    if converted:
+        (tmp_path / "global_step3_universal").mkdir()
+        written(tmp_path, "global_step3_universal", "latest_universal")
+    universal = StepShape(4, 4, 1).check(tmp_path, ds)
+    set_universal(ds, universal)
+    assert universal == read and (ds.get("checkpoint") or {}).get("load_universal", False) == read
+    assert not asked or ds["checkpoint"]["x"] == 1
+
+
+def test_a_checkpoint_of_another_step_that_is_converted_is_not_read(tmp_path: Path) -> None:
+    of_ranks(tmp_path, 8, 8)
+    (tmp_path / "global_step2_universal").mkdir()
+    written(tmp_path, "global_step2_universal", "latest_universal")
+    with pytest.raises(SparseRingError, match="--output_folder .*global_step3_universal"):
+        StepShape(4, 4, 1).check(tmp_path, {})
+
+
+def test_states_that_every_rank_holds_whole_need_no_conversion(tmp_path: Path) -> None:
+    of_ranks(tmp_path, 8, 0)
+    assert not StepShape(4, 4, 1).check(tmp_path, {})
 
 
 def test_the_table_is_long_and_no_case_stands_twice() -> None:
