@@ -31,12 +31,12 @@ class Worlds:
 
         All of them have the same to do: DeepSpeed counts the modules that it has seen in a process, and later compares.
         """
-        dist.barrier()
         self._form(size)
         yield self._rank // size
         self._form(self._size)  # not after an error: the other ranks would wait for it elsewhere
 
     def _form(self, size: int) -> None:
+        dist.barrier()  # or a rank would close its connections while others are in a collective with it
         self._formed += 1
         self._libraries.reset()
         dist.destroy_process_group()

@@ -29,6 +29,7 @@ def convert(refusal: str) -> None:
     (command,) = (line for line in refusal.splitlines() if line.strip().startswith("python"))
     python, of_module, module, *words = shlex.split(command)
     assert (python, of_module, module) == ("python", "-m", ds_to_universal.__name__)
+    dist.barrier()  # a rank that is late would find it converted, and not be refused
     if dist.get_rank() == 0:
         in_this_process = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
         with patch("sys.argv", [module, *words, *in_this_process]):
