@@ -99,9 +99,12 @@ class _States:
 
     @property
     def converted(self) -> bool:
-        """Whether they were converted, to the end: DeepSpeed's tool writes that file last."""
+        """Whether they were converted, to the end, since they were written: DeepSpeed's tool writes that file last."""
         goal, latest = universal_folder(self.folder), self.folder.parent / "latest_universal"
-        return goal.is_dir() and latest.is_file() and latest.read_text(encoding="utf-8").strip() == goal.name
+        if not goal.is_dir() or not latest.is_file() or latest.read_text(encoding="utf-8").strip() != goal.name:
+            return False
+        written = max((file.stat().st_mtime_ns for file in self.files), default=0)
+        return latest.stat().st_mtime_ns >= written
 
     def check(self, saved_world: int, world: int, ds: Mapping[str, Any]) -> None:
         """Refuse states that another number of ranks cannot read, or not yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,6 +358,16 @@ def test_a_checkpoint_of_another_step_that_is_converted_is_not_read(tmp_path: Pa
     (tmp_path / "global_step2_universal").mkdir()
     written(tmp_path, "global_step2_universal", "latest_universal")
     with pytest.raises(SparseRingError, match="--output_folder .*global_step3_universal"):
+        StepShape(4, 4, 1).check(tmp_path, {})
+
+
+def test_a_checkpoint_that_was_written_again_since_it_was_converted_is_not_read(tmp_path: Path) -> None:
+    of_ranks(tmp_path, 8, 8)
+    (tmp_path / "global_step3_universal").mkdir()
+    latest = Path(written(tmp_path, "global_step3_universal", "latest_universal"))
+    assert StepShape(4, 4, 1).check(tmp_path, {})
+    os.utime(latest, (1, 1))
+    with pytest.raises(SparseRingError, match="convert them, once"):
         StepShape(4, 4, 1).check(tmp_path, {})
 
 
