@@ -179,8 +179,10 @@ def _destroy_engines() -> None:
     ZeRO's bucket is 2 GB of address space, although nothing is written there. Some dozens of them are one mapping larger than the
     memory, with which a process cannot be forked any more, as data loaders do.
     """
-    from deepspeed import DeepSpeedEngine
+    from deepspeed import DeepSpeedEngine, comm
 
+    if not comm.is_initialized():
+        return  # since the last time none was made
     for engine in [x for x in gc.get_objects() if isinstance(x, DeepSpeedEngine)]:
         engine.destroy()
 
