@@ -3,20 +3,20 @@
 import triton
 import triton.language as tl
 
-from ds_sparse_ring.select import tables
+from ds_sparse_ring.select.triton_fields import (
+    DOCUMENT_BEGIN,
+    GROUP_FIELDS,
+    KEY_END,
+    LOCAL_BEGIN,
+    REACH,
+    REACH_SLOT,
+    ROW_COUNT,
+    ROW_FIRST,
+    SLOT,
+    TARGET,
+    TILES,
+)
 from ds_sparse_ring.select.triton_probe import key_tile, lse_of_rows, probabilities, row_tile
-
-_FIELDS = tl.constexpr(tables.GROUP_FIELDS)
-_ROW_FIRST = tl.constexpr(tables.ROW_FIRST)
-_ROW_COUNT = tl.constexpr(tables.ROW_COUNT)
-_LOCAL_BEGIN = tl.constexpr(tables.LOCAL_BEGIN)
-_TILES = tl.constexpr(tables.TILES)
-_SLOT = tl.constexpr(tables.SLOT)
-_TARGET = tl.constexpr(tables.TARGET)
-_DOCUMENT_BEGIN = tl.constexpr(tables.DOCUMENT_BEGIN)
-_KEY_END = tl.constexpr(tables.KEY_END)
-_REACH = tl.constexpr(tables.REACH)
-_REACH_SLOT = tl.constexpr(tables.REACH_SLOT)
 
 UNITS = 52  # token diagonals add up in units of 2**-52: the probabilities of 64 rows stay below 2**63
 MEAN = 2.0 ** -(UNITS + 6)  # a 64th of their sum, whether or not a group has 64 rows: only the order within it counts
@@ -68,13 +68,13 @@ def mass_kernel(
     c = pid // P + chunk_first
     pattern = pid % P
     g = tl.load(chunks + c * 3)
-    group = groups + g * _FIELDS
-    if tl.load(group + _TARGET) >= 0:
-        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
+    group = groups + g * GROUP_FIELDS
+    if tl.load(group + TARGET) >= 0:
+        slot = tl.load(group + SLOT) * P + pattern * tl.load(group + TILES) - tl.load(group + LOCAL_BEGIN) - slot_first
         i = tl.arange(0, 64)
-        row = tl.load(group + _ROW_FIRST) + i
-        rows = tl.load(group + _ROW_COUNT).to(tl.float32)
-        key_end = tl.load(group + _KEY_END)
+        row = tl.load(group + ROW_FIRST) + i
+        rows = tl.load(group + ROW_COUNT).to(tl.float32)
+        key_end = tl.load(group + KEY_END)
         head = pattern * HPP
         k_head = k + head // GROUP * k_head_stride
         q = row_tile(q_rows, head, g, G, 64, D, BLOCK_D)
@@ -115,13 +115,13 @@ def offset_mass_kernel(
     c = pid // P + chunk_first
     pattern = pid % P
     g = tl.load(offset_chunks + c * 3)
-    group = groups + g * _FIELDS
-    if tl.load(group + _TARGET) >= 0:
-        first = tl.load(group + _ROW_FIRST)
-        document_begin = tl.load(group + _DOCUMENT_BEGIN)
-        key_end = tl.load(group + _KEY_END)
-        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN) - slot_first
-        out = mass + (tl.load(group + _REACH_SLOT) * P + pattern * tl.load(group + _REACH) - offset_first) * 64
+    group = groups + g * GROUP_FIELDS
+    if tl.load(group + TARGET) >= 0:
+        first = tl.load(group + ROW_FIRST)
+        document_begin = tl.load(group + DOCUMENT_BEGIN)
+        key_end = tl.load(group + KEY_END)
+        slot = tl.load(group + SLOT) * P + pattern * tl.load(group + TILES) - tl.load(group + LOCAL_BEGIN) - slot_first
+        out = mass + (tl.load(group + REACH_SLOT) * P + pattern * tl.load(group + REACH) - offset_first) * 64
         last = tl.load(offset_chunks + c * 3 + 2) * 64
         for begin in range(tl.load(offset_chunks + c * 3 + 1) * 64, last, BLOCKS * 64):
             offset = begin + tl.arange(0, BLOCKS * 64)

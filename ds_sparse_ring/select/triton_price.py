@@ -3,21 +3,21 @@
 import triton
 import triton.language as tl
 
-from ds_sparse_ring.select import tables
+from ds_sparse_ring.select.triton_fields import (
+    GROUP_FIELDS,
+    LOCAL_BEGIN,
+    ROW_COUNT,
+    ROW_FIRST,
+    SEGMENT_FIELDS,
+    SEGMENT_REACH,
+    SEGMENT_SLOT,
+    SINK_CUT,
+    SINK_END,
+    SLOT,
+    TARGET,
+    TILES,
+)
 from ds_sparse_ring.select.triton_probe import key_tile, lse_of_rows, probabilities, row_tile
-
-_FIELDS = tl.constexpr(tables.GROUP_FIELDS)
-_ROW_FIRST = tl.constexpr(tables.ROW_FIRST)
-_ROW_COUNT = tl.constexpr(tables.ROW_COUNT)
-_LOCAL_BEGIN = tl.constexpr(tables.LOCAL_BEGIN)
-_TILES = tl.constexpr(tables.TILES)
-_SLOT = tl.constexpr(tables.SLOT)
-_TARGET = tl.constexpr(tables.TARGET)
-_SINK_CUT = tl.constexpr(tables.SINK_CUT)
-_SINK_END = tl.constexpr(tables.SINK_END)
-_SEGMENT_FIELDS = tl.constexpr(tables.SEGMENT_FIELDS)
-_SEGMENT_REACH = tl.constexpr(tables.SEGMENT_REACH)
-_SEGMENT_SLOT = tl.constexpr(tables.SEGMENT_SLOT)
 
 
 @triton.jit
@@ -103,13 +103,13 @@ def price_kernel(
     c = pid // P
     pattern = pid % P
     g = tl.load(chunks + c * 3)
-    group = groups + g * _FIELDS
-    if tl.load(group + _TARGET) >= 0:
-        first = tl.load(group + _ROW_FIRST)
-        count = tl.load(group + _ROW_COUNT)
-        sink_cut = tl.load(group + _SINK_CUT)
-        sink_end = tl.load(group + _SINK_END)
-        slot = tl.load(group + _SLOT) * P + pattern * tl.load(group + _TILES) - tl.load(group + _LOCAL_BEGIN)
+    group = groups + g * GROUP_FIELDS
+    if tl.load(group + TARGET) >= 0:
+        first = tl.load(group + ROW_FIRST)
+        count = tl.load(group + ROW_COUNT)
+        sink_cut = tl.load(group + SINK_CUT)
+        sink_end = tl.load(group + SINK_END)
+        slot = tl.load(group + SLOT) * P + pattern * tl.load(group + TILES) - tl.load(group + LOCAL_BEGIN)
         row_block = first // 64
         straddles = (first + count - 1) // 64 > row_block
         rows = (count * HPP).to(tl.float32)
@@ -121,8 +121,8 @@ def price_kernel(
         begin = tl.load(chunks + c * 3 + 1)
         q = row_tile(q_rows, head, g, G, 64 * HEADS, D, BLOCK_D)
         row_lse = lse_of_rows(lse, head, g, G, 64 * HEADS)
-        segment = segments + tl.load(group + _TARGET) * _SEGMENT_FIELDS
-        needed += tl.load(segment + _SEGMENT_SLOT) * P + pattern * tl.load(segment + _SEGMENT_REACH)
+        segment = segments + tl.load(group + TARGET) * SEGMENT_FIELDS
+        needed += tl.load(segment + SEGMENT_SLOT) * P + pattern * tl.load(segment + SEGMENT_REACH)
         for local in range(begin, tl.load(chunks + c * 3 + 2)):
             block = tl.load(key_blocks + local)
             token = block * 64 + j

@@ -13,15 +13,7 @@ T = 64 tokens of a block, R = 64 rows of a probe, W slots (blocks of key tokens 
 import triton
 import triton.language as tl
 
-from ds_sparse_ring.select import tables
-
-_FIELDS = tl.constexpr(tables.GROUP_FIELDS)
-_ROW_FIRST = tl.constexpr(tables.ROW_FIRST)
-_LOCAL_BEGIN = tl.constexpr(tables.LOCAL_BEGIN)
-_TILES = tl.constexpr(tables.TILES)
-_SLOT = tl.constexpr(tables.SLOT)
-_EARLIER = tl.constexpr(tables.EARLIER)
-_TARGET = tl.constexpr(tables.TARGET)
+from ds_sparse_ring.select.triton_fields import EARLIER, GROUP_FIELDS, LOCAL_BEGIN, ROW_FIRST, SLOT, TARGET, TILES
 
 
 @triton.jit
@@ -115,21 +107,21 @@ def lse_chunk_kernel(
     g = tl.load(chunks + c * 3)
     first = tl.load(chunks + c * 3 + 1)
     last = tl.load(chunks + c * 3 + 2)
-    group = groups + g * _FIELDS
-    earlier = tl.load(group + _LOCAL_BEGIN) + tl.load(group + _EARLIER)
+    group = groups + g * GROUP_FIELDS
+    earlier = tl.load(group + LOCAL_BEGIN) + tl.load(group + EARLIER)
     middle = tl.minimum(tl.maximum(earlier, first), last)
     m = tl.arange(0, 64 * HEADS)
-    row = tl.load(group + _ROW_FIRST) + m % 64
+    row = tl.load(group + ROW_FIRST) + m % 64
     q = row_tile(q_rows, head, g, G, 64 * HEADS, D, BLOCK_D)
     k_head = k + head // GROUP * k_head_stride
     largest = tl.full([64 * HEADS], float("-inf"), tl.float32)
     total = tl.zeros([64 * HEADS], tl.float32)
     anchor = largest
-    target = tl.load(group + _TARGET)  # without one, there is no room for bounds
-    tiles = tl.load(group + _TILES)
+    target = tl.load(group + TARGET)  # without one, there is no room for bounds
+    tiles = tl.load(group + TILES)
     if BOUND:
         anchor = tl.load(anchors + ((head + m // 64) * G + g) * 64 + m % 64)
-        bounds += tl.load(group + _SLOT) * H + head * tiles - tl.load(group + _LOCAL_BEGIN)
+        bounds += tl.load(group + SLOT) * H + head * tiles - tl.load(group + LOCAL_BEGIN)
     largest, total = _lse_run(
         largest, total, anchor, bounds, tiles, target, q, k_head, k_stride, key_blocks, first, middle, row, scale2,
         HEADS, D, BLOCK_D, False, BOUND,
@@ -159,8 +151,8 @@ def lse_merge_kernel(
     """Merge the chunks [BEGIN, END) of a group in order. Grid: (G, H)."""
     g = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
-    begin = tl.load(groups + g * _FIELDS + BEGIN)
-    end = tl.load(groups + g * _FIELDS + END)
+    begin = tl.load(groups + g * GROUP_FIELDS + BEGIN)
+    end = tl.load(groups + g * GROUP_FIELDS + END)
     r = tl.arange(0, 64)
     largest = tl.full([64], float("-inf"), tl.float32)
     total = tl.zeros([64], tl.float32)
