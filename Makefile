@@ -1,6 +1,7 @@
 # make demo    train a small model on two CPU processes and show what came out
 # make test    lint, type check and tests; what CI runs
 # make lint    only the first two
+# make test-slow      the cases that are left out of it, because they take long: more ranks, more of a matrix of cases
 # make test-gpu       the tests that need a CUDA device
 # make test-gpus      the tests on several ranks through NCCL, on as many GPUs as there are
 # make test-gpu-sanitize  one small call of every GPU kernel under memcheck and racecheck of compute-sanitizer
@@ -27,13 +28,16 @@ export PATH := $(BIN):$(PATH)
 # Nothing is fetched while a model trains or a test runs.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-gpu test-gpus test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu docs lint format clean
+.PHONY: demo test test-slow test-gpu test-gpus test-gpu-sanitize unlock test-sanitize test-prebuilt bench-cpu docs lint format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python train/demo.py
 
 test: lint unlock
 	@$(BIN)/python -m pytest -n 2 tests/unit
+
+test-slow: $(INSTALLED) unlock
+	@$(BIN)/python -m pytest -n 2 --cases slow tests/unit
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -n 8 tests/gpu tests/unit/test_select_triton.py

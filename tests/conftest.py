@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run DistributedTest classes under DeepSpeed's own harness; the tests/ folder of its repository",
     )
 
+    parser.addoption(
+        "--cases",
+        choices=["quick", "slow", "all"],
+        help="which cases run by their mark slow: without it the quick ones, and all on a GPU and of tests that are named",
+    )
     parser.addoption("--nccl", action="store_true", help="only tests on several ranks, each on a GPU of its own (make test-gpus)")
     parser.addoption("--sanitize", action="store_true", help="run compiled kernels under sanitizers (make test-sanitize)")
 
@@ -43,7 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
 
     config.addinivalue_line("markers", "world_size(n): ranks of a method of a DistributedTest; a list is one case each")
-    config.pluginmanager.register(TimeBudget(TIME_BUDGET_S), "time-budget")
+    config.addinivalue_line(
+        "markers",
+        "slow(**values): a test, or its cases with one of these values of each, that only `make test-slow` runs on CPUs",
+    )
+    config.pluginmanager.register(TimeBudget(TIME_BUDGET_S if _cases(config) == "quick" else {}), "time-budget")
     # The same examples in each run: a test that fails only now and then is of no use in CI.
     hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("project")
@@ -74,6 +83,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Tests of one world size in a row: their ranks are started once, and only those of one size are alive at a time.
     items.sort(key=_world_size)
+    if (cases := _cases(config)) != "all":
+        config.hook.pytest_deselected(items=[item for item in items if _is_slow(item) != (cases == "slow")])
+        items[:] = [item for item in items if _is_slow(item) == (cases == "slow")]
     nccl, gpus = config.getoption("--nccl"), torch.cuda.device_count()
     if nccl:
         config.hook.pytest_deselected(items=[item for item in items if _world_size(item) < 2])
@@ -117,6 +129,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     keeper = session.config.stash.get(_KEEPER, None)
     if keeper is not None:
         keeper.close()
+
+
+def _cases(config: pytest.Config) -> str:
+    """Of "quick", "slow" and "all" what this session runs."""
+    if chosen := config.getoption("--cases"):
+        return str(chosen)
+    named = any("::" in argument for argument in config.args)
+    return "all" if named or torch.cuda.is_available() else "quick"
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether a mark ``slow`` fits a case: without values it fits all; ``world_size`` is that of a `DistributedTest`."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    values = {name.lstrip("_"): value for name, value in parameters.items()}
+    marks = list(item.iter_markers("slow"))
+    if unknown := {name for mark in marks for name in mark.kwargs} - values.keys():
+        raise pytest.UsageError(f"{item.nodeid}: the mark slow names {sorted(unknown)}, which are no parameters of it")
+    return any(all(values[name] in chosen for name, chosen in mark.kwargs.items()) for mark in marks)
 
 
 def _is_ours(test_class: type | None) -> bool:

@@ -362,6 +362,7 @@ def test_a_training_step_lowers_the_loss(selector: dict[str, Any], monkeypatch: 
 class TestBaselinesOnRings(DistributedTest):
     world_size = [2, 4]
 
+    @pytest.mark.slow(world_size=[4])
     def test_outputs_and_gradients_equal_dense_masked_attention(self) -> None:
         plans: list[tuple[dict[str, Any], list[dict[str, Any]]]]
         plans = [({"ulysses_degree": 2}, [KINDS[2], *CHOSEN]), ({"ulysses_degree": 2, "heads_per_pattern": None}, KINDS[-1:])]

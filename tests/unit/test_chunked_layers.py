@@ -384,6 +384,7 @@ class TestUnderZero(DistributedTest):
         plan: dict[str, Any] = {"ulysses_degree": ulysses, "heads_per_pattern": 1, "layer_chunk_tokens": 40, "offload": offload}
         check_against_one_process(Run(ZERO["zero2_reduce_scatter"], "price", kind=kind, rows=[PADDED], **plan))
 
+    @pytest.mark.slow
     def test_ranks_that_share_a_kv_head_hold_no_more_than_those_with_one_each(self) -> None:
         if dist.get_backend() == "nccl":
             pytest.skip("counted on the CPU")

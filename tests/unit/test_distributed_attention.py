@@ -129,6 +129,7 @@ class TestEitherClassEqualsOneProcess(DistributedTest):
         for batch_dim, ulysses, size in ((0, world, D), (1, world, 10), (1, 1, D)):
             _check(DistributedAttention, batch_dim, 4, 1, rotary=_rotary(433, size), ulysses_degree=ulysses, selector=PRICE)
 
+    @pytest.mark.slow(world_size=[4])
     def test_deepspeeds_rotary_embedding_where_shards_are_contiguous(self) -> None:
         deepspeed.init_distributed()
         for attention in (DeepSpeedAttention, DistributedAttention):
@@ -236,6 +237,7 @@ class TestWithinZero3(DistributedTest):
     world_size = 4
 
     @pytest.mark.parametrize("attention", [DeepSpeedAttention, DistributedAttention], ids=["theirs", "ours"])
+    @pytest.mark.slow(attention=[DeepSpeedAttention])
     def test_two_groups_with_offload_have_the_gradients_of_one_process(self, attention: type[nn.Module]) -> None:
         deepspeed.init_distributed()
         ids = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(2))

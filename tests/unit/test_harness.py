@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +221,27 @@ def _runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"  # a zombie only waits for whoever adopted it
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ([], False),
+        ([pytest.mark.slow], True),
+        ([pytest.mark.slow(world_size=[2, 4])], True),
+        ([pytest.mark.slow(world_size=[4], kind=["a"])], False),
+        ([pytest.mark.slow(world_size=[4], kind=["a"]), pytest.mark.slow(kind=["a"])], True),
+    ],
+)
+def test_slow_cases_are_those_whose_values_all_fit_a_mark(marks: list[pytest.MarkDecorator], expected: bool) -> None:
+    from tests.conftest import _is_slow
+
+    item: Any = SimpleNamespace(
+        nodeid="test_x",
+        callspec=SimpleNamespace(params={"_world_size": 2, "kind": "a"}),
+        iter_markers=lambda name: [mark.mark for mark in marks],
+    )
+    assert _is_slow(item) == expected
+    with pytest.raises(pytest.UsageError, match="test_x: the mark slow names .'other'."):
+        marks.append(pytest.mark.slow(other=[1]))
+        _is_slow(item)

@@ -65,6 +65,7 @@ class TestPretrain(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize(("stage", "degree"), [(1, 2), (3, 2), (3, 1)])
+    @pytest.mark.slow(stage=[3], degree=[1])
     def test_a_resumed_run_equals_one_that_was_not_stopped(self, stage: int, degree: int, corpus: Path, tmp_path: Path) -> None:
         # with two rings, layers in chunks and a stream of rows, which goes through several epochs
         in_chunks: dict[str, Any] = {"layer_chunk_tokens": 70} if degree == 1 else {}
@@ -174,6 +175,7 @@ class TestPretrain(DistributedTest):
         assert "layer 1, head 2" in (log.parent / "inspect.html").read_text(), "the last layer, the head in the middle"
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.slow(stage=[1, 2])
     def test_bf16(self, stage: int, corpus: Path, tmp_path: Path) -> None:
         arguments = options(corpus, write_config(tmp_path, stage), tmp_path / "out", steps=4, bf16=True, learning_rate=1e-2)
         run = Pretraining(arguments)
@@ -192,10 +194,15 @@ class TestPretrain(DistributedTest):
             Pretraining(options(corpus, str(path), tmp_path / "out"))
 
 
+QUICK_RECIPES = ("qwen2.5-3b-512k-1gpu", "llama-3.1-8b-1m-2gpu", "qwen3-8b-512k-8gpu")
+"""One of each architecture and number of GPUs; the others differ in sizes that a small model does not have."""
+
+
 class TestRecipes(DistributedTest):
     world_size = 2
     timeout_s = 420  # offload compiles DeepSpeed's CPU Adam when it is first used
 
+    @pytest.mark.slow(recipe=[r for r in RECIPES if r.name not in QUICK_RECIPES])
     @pytest.mark.parametrize("recipe", [r for r in RECIPES if "inner_degree" not in r.ring], ids=lambda recipe: recipe.name)
     def test_a_recipe_trains_a_small_model(self, recipe: Recipe, corpus: Path, tmp_path: Path) -> None:
         self.check(recipe, corpus, tmp_path)

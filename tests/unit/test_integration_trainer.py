@@ -47,6 +47,7 @@ class TestTrainingEqualsOneProcess(DistributedTest):
     world_size = [2, 4]
 
     @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.slow(world_size=[4], stage=[2])
     def test_losses_equal_plain_sdpa_over_20_steps(self, stage: int, tmp_path: Path) -> None:
         # world 2: one ring of 2; world 4: 2 data ranks x rings of 2, so that a step takes 2 x 2 rows
         config = ds_config(stage, degree=2)
@@ -247,6 +248,7 @@ class TestData(DistributedTest):
         ("kind", "degree"),
         [(kind, degree) for kind in ("map", "arrow", "iterable", "arrow_iterable") for degree in (1, 2)] + [("workers", 1)],
     )
+    @pytest.mark.slow(kind=["arrow", "arrow_iterable"], degree=[2])
     def test_every_kind_of_dataset_is_read_along_the_data_axis(self, kind: str, degree: int, tmp_path: Path) -> None:
         rows = make_rows([150, 201, 64, 97])
         arrow = datasets.Dataset.from_dict({"input_ids": [r["input_ids"].tolist() for r in rows], "extra": ["x"] * 4})

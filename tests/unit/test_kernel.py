@@ -69,6 +69,7 @@ def test_float64_results_equal_dense_masked_attention(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128, 256])
+@pytest.mark.slow(backend=["triton"], dtype=[torch.float32])
 def test_error_is_at_most_twice_that_of_pytorch_in_the_same_dtype(backend: str, dtype: torch.dtype, head_size: int) -> None:
     if backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
@@ -85,6 +86,8 @@ def test_overwriting_calls_read_nothing_of_their_outputs_and_write_the_input_dty
 
 @pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "shared", "head_size"), SHAPES)
+@pytest.mark.slow(heads=[8], kind=["block-lists", "full"])
+@pytest.mark.slow(heads=[8], shared=[1])
 def test_triton_kernels_err_no_more_than_pytorch_on_shapes_that_hurt(
     kind: str, lengths: list[int], heads: int, kv_heads: int, shared: int, head_size: int
 ) -> None:
@@ -174,6 +177,7 @@ def test_pieces_in_any_order_merge_to_the_whole(backend: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["vertical-slash", "block-lists", "full"])
+@pytest.mark.slow(backend=["triton"], kind=["block-lists", "full"])
 def test_hops_of_a_ring_and_chunks_of_their_keys_add_up_to_the_whole(backend: str, kind: str) -> None:
     check_hops(get_kernel(backend), kind, torch.float32, tolerance=4e-6)
 

@@ -226,6 +226,7 @@ class TestUnderZero(DistributedTest):
         ("zero", "part", "every"),
         [("zero2_reduce_scatter", "", 3), ("zero3_reduce_scatter", "", 2), ("zero3_reduce_scatter", "v_proj", 3)],
     )
+    @pytest.mark.slow(part=["v_proj"])
     def test_steps_give_the_same_bits_and_zero3_lets_go_of_all_parameters(self, zero: str, part: str, every: int) -> None:
         """From the second step on ZeRO-3 fetches ahead, in the order of the first."""
         expected = steps(1, zero, part)

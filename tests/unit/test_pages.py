@@ -92,6 +92,7 @@ def _plans(world: int) -> list[dict[str, Any]]:
 class TestParity(DistributedTest):
     world_size = [1, 2, 3, 4]
 
+    @pytest.mark.slow(world_size=[4])
     def test_every_plan_with_documents_columns_and_shared_heads(self) -> None:
         for plan in _plans(dist.get_world_size()):
             _check([300, 90, 417], 4, 2, 128, segment_tokens=128, selector=PRICE, **plan)

@@ -34,6 +34,8 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero3_reduce_scatter": {"stage": 3, "reduce_scatter": True, "stage3_param_persistence_threshold": 0},
     "zero3_all_reduce": {"stage": 3, "reduce_scatter": False, "stage3_param_persistence_threshold": 0},
 }
+NOT_THE_DEFAULT = ["zero0", "zero1", "zero2_all_reduce", "zero3_all_reduce"]
+"""What three and four ranks run by `make test-slow` only; one and two run all."""
 
 # Documents of 1 and 7 tokens, over a block and shorter than it; left and right padding; lengths that no rank count
 # divides.
@@ -147,10 +149,13 @@ class TestGradientsEqualOneProcess(DistributedTest):
     world_size = [1, 2, 3, 4]
 
     @pytest.mark.parametrize("zero", ZERO)
+    @pytest.mark.slow(world_size=[3])
+    @pytest.mark.slow(world_size=[4], zero=NOT_THE_DEFAULT)
     def test_full_index_with_accumulation(self, zero: str) -> None:
         self.check(zero, "full", accumulation=2, checkpointing=zero.startswith("zero3"))
 
     @pytest.mark.parametrize("zero", ZERO)
+    @pytest.mark.slow(world_size=[3, 4], zero=NOT_THE_DEFAULT)
     def test_sparse_index(self, zero: str) -> None:
         selector = "every_query" if zero in ("zero1", "zero3_reduce_scatter") else "price"
         self.check(zero, selector, accumulation=1, checkpointing=not zero.startswith("zero3"))
@@ -162,6 +167,7 @@ class TestGradientsEqualOneProcess(DistributedTest):
 
     @pytest.mark.world_size([2, 4])
     @pytest.mark.parametrize("zero", ZERO)
+    @pytest.mark.slow(world_size=[4], zero=NOT_THE_DEFAULT)
     def test_sparse_index_with_accumulation(self, zero: str) -> None:
         self.check(zero, "price", accumulation=2, checkpointing=True)
 
@@ -199,6 +205,7 @@ class TestEveryPlanGivesTheGradientsOfOneProcess(DistributedTest):
         assert run.ring.spill is not None and run.ring.spill.store is not None
 
     @pytest.mark.world_size([5, 8])
+    @pytest.mark.slow
     def test_five_ranks_and_eight(self) -> None:
         plans: dict[int, dict[str, Any]] = {5: {"inner_degree": 5}, 8: {"ulysses_degree": 2, "inner_degree": 2}}
         plan = plans[dist.get_world_size()]
@@ -221,6 +228,7 @@ class TestWhatElseMustNotChangeGradients(DistributedTest):
     @pytest.mark.parametrize("kind", MODELS)
     @pytest.mark.parametrize("selector", ["full", "price"])
     @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.slow(selector=["full"], checkpointing=[False])
     def test_each_architecture_under_zero3(self, kind: str, selector: str, checkpointing: bool) -> None:
         run = Run(ZERO["zero3_reduce_scatter"], selector, kind=kind, checkpointing=checkpointing, rows=[PACKED])
         check_against_one_process(run)

@@ -132,6 +132,7 @@ def test_the_checker_finds_what_is_wrong_with_pages(
 @pytest.mark.parametrize(
     ("ranks", "inner", "inner_kind"), [(512, 8, "gather"), (256, 256, "gather"), (256, 8, "ring"), (129, None, "ring")]
 )
+@pytest.mark.slow(ranks=[256])
 def test_plans_of_the_largest_rings(ranks: int, inner: int | None, inner_kind: InnerKind) -> None:
     check_plans(Layout.for_blocks("striped", ranks, ranks), inner, inner_kind)
 

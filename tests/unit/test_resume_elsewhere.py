@@ -74,6 +74,7 @@ class TestTrainer(DistributedTest):
             (3, (2, 1), "adapted", False),
         ],
     )
+    @pytest.mark.slow(stage=[0, 2])
     def test_three_steps_here_and_three_there_equal_six(
         self, stage: int, ranks: tuple[int, int], model: str, bf16: bool, tmp_path: Path
     ) -> None:

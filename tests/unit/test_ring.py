@@ -81,6 +81,7 @@ class TestRingParity(DistributedTest):
                 _check_against_dense([700], 4, 2, layout=layout, segment_tokens=256, selector=selector)
 
     @pytest.mark.world_size([2, 4, 6])
+    @pytest.mark.slow(world_size=[6])
     def test_ulysses_groups_beside_and_inside_rings(self) -> None:
         world = dist.get_world_size()
         for size in {2, world} if world < 6 else {world}:
@@ -96,6 +97,7 @@ class TestRingParity(DistributedTest):
             for layout in ("contiguous", "zigzag"):
                 _check_against_dense([700], 4, 2, ulysses_degree=2, layout=layout)
 
+    @pytest.mark.slow(world_size=[4, 5])
     def test_documents_shared_patterns_and_a_strictly_causal_probe(self) -> None:
         for probe in ("own", "previous"):
             _check_against_dense([130, 1, 333, 64], 8, 1, probe=probe, segment_tokens=128, heads_per_pattern=4)
@@ -116,6 +118,7 @@ class TestRingParity(DistributedTest):
                 assert all(torch.equal(size, sizes[0]) for size in sizes)
                 assert all(torch.equal(other, mine) for other in context.axes.ring_gather(mine))
 
+    @pytest.mark.slow(world_size=[4, 5])
     def test_bfloat16_partial_results_stay_in_float32(self) -> None:
         """The error must not grow with the ring: it stays within twice that of PyTorch on one process."""
         _, sequence, context = bound([1200], selector={"kind": "full"})
@@ -153,6 +156,7 @@ class TestEveryPlan(DistributedTest):
 
     @pytest.mark.world_size([3, 8])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.slow(world_size=[8])
     def test_gathering_gives_the_bits_of_the_ring(self, dtype: torch.dtype) -> None:
         world = dist.get_world_size()
         for inner in (world, world // 2):

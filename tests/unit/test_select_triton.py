@@ -124,6 +124,7 @@ def test_grouped_heads_and_any_head_size(heads_per_pattern: int, head_size: int,
 
 
 @pytest.mark.parametrize(("probe", "heads_per_pattern"), [("own", 1), ("previous", 4)])
+@pytest.mark.slow(probe=["own"])
 def test_blocks_of_too_little_mass_are_left_out_without_a_trace(
     probe: str, heads_per_pattern: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def _hostile(kind: str, sequence: Sequence, heads: int) -> tuple[Tensor, Tensor]
     return q, k
 
 
+@pytest.mark.slow(kind=["repeated"])
 @pytest.mark.parametrize("kind", ["constant", "repeated", "huge"])
 @pytest.mark.parametrize(
     "config",
@@ -238,6 +240,7 @@ def test_budgets_beyond_what_there_is_keep_everything() -> None:
         _check(*_planted(sequence, 2, 1), context)
 
 
+@pytest.mark.slow
 def test_masses_are_held_for_a_few_groups_and_patterns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     _, sequence, context = bound([64, 90], segment_tokens=64, selector=TOP_P)
     q, k = _planted(sequence, 3, 1)
@@ -297,6 +300,7 @@ def test_scores_that_are_not_finite_are_refused_and_padding_may_hold_anything(ba
 
 
 @pytest.mark.parametrize("selector", [PRICE, TOP_P, FIXED], ids=lambda s: s["kind"])
+@pytest.mark.slow(selector=[TOP_P])
 def test_the_host_waits_once_per_layer(selector: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, sequence, context = bound([130], segment_tokens=64, selector=selector)
     q, k = _planted(sequence, 2, 1)
@@ -334,6 +338,7 @@ class TestRingSelection(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("bounded_blocks", [0, 1024])
+    @pytest.mark.slow(bounded_blocks=[1024])
     def test_every_rank_makes_the_same_index(self, bounded_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fast, "_BOUNDED_BLOCKS", bounded_blocks)
         cases: list[dict[str, Any]] = [

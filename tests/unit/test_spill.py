@@ -73,6 +73,7 @@ class TestTraining(DistributedTest):
         ("zero", "keep", "chunk_tokens", "selector"),
         [(3, "output", None, "price"), (2, "index", None, "every_query"), (3, "output", 50, "every_query")],
     )
+    @pytest.mark.slow(selector=["price"])
     def test_gives_the_same_bits_with_and_without_offload(
         self, zero: int, keep: str, chunk_tokens: int | None, selector: str
     ) -> None:
@@ -96,6 +97,7 @@ class TestTraining(DistributedTest):
             (160, 32, 2, 0, "layers 0-1: input device, output device"),
         ],
     )
+    @pytest.mark.slow(zero=[2])
     def test_gives_the_same_bits_wherever_the_ladder_puts_it(
         self, device_kib: int, host_kib: int, zero: int, copied: int, lines: str
     ) -> None:
@@ -111,6 +113,7 @@ class TestTraining(DistributedTest):
         assert printed.getvalue().count(lines) == (ring.axes.rank == 0), printed.getvalue()
 
     @pytest.mark.parametrize("chunk_tokens", [None, 50])
+    @pytest.mark.slow(chunk_tokens=[None])
     def test_gives_the_same_bits_from_the_disk_and_from_all_tiers(self, chunk_tokens: int | None) -> None:
         disk = {"disk_path": "/", "disk_gib": GIB_OF_A_MIB, "staging_gib": GIB_OF_A_MIB / 4}
         expected, _ = _train(3, None, "output", chunk_tokens=chunk_tokens)
