@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Tests of one world size in a row: their ranks are started once, and only those of one size are alive at a time.
     items.sort(key=_world_size)
     if (cases := _cases(config)) != "all":
-        config.hook.pytest_deselected(items=[item for item in items if _is_slow(item) != (cases == "slow")])
-        items[:] = [item for item in items if _is_slow(item) == (cases == "slow")]
+        _keep(config, items, lambda item: _is_slow(item) == (cases == "slow"))
     nccl, gpus = config.getoption("--nccl"), torch.cuda.device_count()
     if nccl:
-        config.hook.pytest_deselected(items=[item for item in items if _world_size(item) < 2])
-        items[:] = [item for item in items if _world_size(item) >= 2]
+        _keep(config, items, lambda item: _world_size(item) >= 2)
     for item in items:
         if (nccl or getattr(getattr(item, "cls", None), "gpus_only", False)) and _world_size(item) > gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {_world_size(item)} GPUs, here are {gpus}"))
@@ -129,6 +128,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     keeper = session.config.stash.get(_KEEPER, None)
     if keeper is not None:
         keeper.close()
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    """Leave in ``items`` those that are wanted, and report the others as deselected."""
+    left_out: list[pytest.Item] = []
+    kept: list[pytest.Item] = []
+    for item in items:
+        (kept if wanted(item) else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def _cases(config: pytest.Config) -> str:

@@ -208,7 +208,7 @@ def _compile_cpu_adam_quickly() -> None:
 
     builder = get_accelerator().get_op_builder("CPUAdamBuilder")
     flags = builder.cxx_args
-    builder.cxx_args = lambda self: [{"-O3": "-O0"}.get(flag, flag) for flag in flags(self) if flag != "-g"]
+    builder.cxx_args = lambda self: [*flags(self), "-O0", "-g0"]  # the last of their kind count
 
 
 def _is_state(name: str, value: Any) -> bool:

@@ -215,14 +215,6 @@ class TestRanksWithoutGroup(DistributedTest):
         assert dist.get_world_size() == 2
 
 
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # a zombie only waits for whoever adopted it
-
-
 @pytest.mark.parametrize(
     ("marks", "expected"),
     [
@@ -242,6 +234,14 @@ def test_slow_cases_are_those_whose_values_all_fit_a_mark(marks: list[pytest.Mar
         iter_markers=lambda name: [mark.mark for mark in marks],
     )
     assert _is_slow(item) == expected
+    marks.append(pytest.mark.slow(other=[1]))
     with pytest.raises(pytest.UsageError, match="test_x: the mark slow names .'other'."):
-        marks.append(pytest.mark.slow(other=[1]))
         _is_slow(item)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # a zombie only waits for whoever adopted it

@@ -195,7 +195,7 @@ class TestPretrain(DistributedTest):
 
 
 QUICK_RECIPES = ("qwen2.5-3b-512k-1gpu", "llama-3.1-8b-1m-2gpu", "qwen3-8b-512k-8gpu")
-"""One of each architecture and number of GPUs; the others differ in sizes that a small model does not have."""
+"""Each architecture once, on one, two and eight GPUs; the others train by `make test-slow`."""
 
 
 class TestRecipes(DistributedTest):
